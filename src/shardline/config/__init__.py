@@ -1,0 +1,31 @@
+"""Configuration: frozen dataclasses, a strict YAML loader, and the errors that users see."""
+
+from shardline.config.errors import InfeasibleError, ShardlineError, UsageError, nearest
+from shardline.config.loader import dump_config, iter_fields, json_schema, load_config
+from shardline.config.schema import (
+    CheckpointConfig,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RunConfig,
+    TrainConfig,
+)
+
+__all__ = [
+    "CheckpointConfig",
+    "DataConfig",
+    "InfeasibleError",
+    "ModelConfig",
+    "OptimizerConfig",
+    "ParallelConfig",
+    "RunConfig",
+    "ShardlineError",
+    "TrainConfig",
+    "UsageError",
+    "dump_config",
+    "iter_fields",
+    "json_schema",
+    "load_config",
+    "nearest",
+]

@@ -1,0 +1,122 @@
+"""The whole configuration of a run, as frozen dataclasses. The defaults train the `tiny` preset on the
+Python standard library, in one process.
+
+Each field's `doc` is one line for people: it becomes the help text and the JSON schema's description.
+Values that depend on one field only are checked by their type (`Literal`, `Annotated`); equations that
+join several fields are checked by `validate`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta
+
+from shardline.config.errors import UsageError
+
+__all__ = [
+    "CheckpointConfig",
+    "DataConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "ParallelConfig",
+    "RunConfig",
+    "TrainConfig",
+    "validate",
+]
+
+Positive = Annotated[int, Meta(ge=1)]
+NonNegative = Annotated[int, Meta(ge=0)]
+NonNegativeFloat = Annotated[float, Meta(ge=0)]
+
+
+def _field(default: Any, doc: str) -> Any:
+    return dataclasses.field(default=default, metadata={"doc": doc})
+
+
+def _section(section: type, doc: str) -> Any:
+    return dataclasses.field(default_factory=section, metadata={"doc": doc})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """What is trained. `path` wins over `preset`."""
+
+    preset: str = _field("tiny", "named architecture, trained from scratch; `shardline plan` lists them")
+    path: str | None = _field(None, "Hugging Face folder to start from instead of a preset")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    source: str = _field("stdlib", "`stdlib`, a folder of text or code, a .txt file, or a .jsonl file of text or chats")
+    sequence_length: Positive = _field(512, "tokens in one packed row")
+    heldout_fraction: Annotated[float, Meta(ge=0, lt=1)] = _field(0.02, "share of the documents kept for evaluation")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    steps: NonNegative = _field(200, "optimizer steps")
+    global_batch: Positive = _field(8, "rows in one optimizer step, over all data ranks")
+    micro_batch: Positive = _field(2, "rows in one forward pass on one rank")
+    precision: Literal["fp32", "bf16"] = _field("fp32", "fp32, or bf16 compute with fp32 master weights")
+    seed: NonNegative = _field(0, "seed of the weights and of the data order")
+    eval_every: NonNegative = _field(50, "steps between held-out evaluations; 0 turns them off but the first and last")
+    eval_rows: Positive = _field(8, "rows of held-out text in one evaluation")
+    compile: bool = _field(False, "compile each layer with torch.compile")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    name: Literal["adamw"] = _field("adamw", "optimizer")
+    lr: NonNegativeFloat = _field(3.0e-4, "peak learning rate")
+    betas: tuple[float, float] = _field((0.9, 0.95), "decay of the first and second moment")
+    eps: NonNegativeFloat = _field(1.0e-8, "AdamW's epsilon")
+    weight_decay: NonNegativeFloat = _field(0.1, "decoupled weight decay, of matrices only")
+    clip: NonNegativeFloat = _field(1.0, "largest global gradient norm; 0 turns clipping off")
+    schedule: Literal["cosine", "wsd", "constant"] = _field(
+        "cosine", "cosine, wsd (warm-up, stable, decay) or constant, each after the warm-up"
+    )
+    warmup_steps: NonNegative = _field(10, "steps of linear warm-up")
+    decay_fraction: Annotated[float, Meta(ge=0, le=1)] = _field(0.2, "wsd: share of the steps that decay")
+    min_lr_fraction: Annotated[float, Meta(ge=0, le=1)] = _field(0.1, "final learning rate as a share of the peak")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    data: Positive | Literal["auto"] = _field("auto", "data-parallel ranks; auto takes what is left of the processes")
+    tensor: Positive = _field(1, "tensor-parallel ranks")
+    pipeline: Positive = _field(1, "pipeline stages")
+    zero: Literal[0, 1, 2, 3] = _field(0, "ZeRO stage: 1 shards optimizer state, 2 also gradients, 3 also parameters")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    every: NonNegative = _field(50, "steps between checkpoints; 0 saves only at the end")
+    keep_last: Positive = _field(3, "checkpoints kept; older ones are deleted after a newer one is complete")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """One YAML file: the same for 1 process and for 1,000."""
+
+    model: ModelConfig = _section(ModelConfig, "what is trained")
+    data: DataConfig = _section(DataConfig, "what it is trained on")
+    train: TrainConfig = _section(TrainConfig, "the loop")
+    optimizer: OptimizerConfig = _section(OptimizerConfig, "optimizer and learning rate")
+    parallel: ParallelConfig = _section(ParallelConfig, "how it is laid out over processes")
+    checkpoint: CheckpointConfig = _section(CheckpointConfig, "what is saved, and when")
+    run: str = _field("runs/my-run", "run directory")
+
+
+def validate(config: RunConfig) -> None:
+    """Raises `UsageError` where fields contradict one another, whatever the number of processes."""
+    train, optimizer = config.train, config.optimizer
+    if train.global_batch % train.micro_batch:
+        raise UsageError(
+            f"train.global_batch = {train.global_batch} is not a multiple of train.micro_batch = {train.micro_batch}; "
+            f"set train.micro_batch to a divisor of {train.global_batch}."
+        )
+    if any(not 0 <= beta < 1 for beta in optimizer.betas):
+        raise UsageError(f"optimizer.betas = {list(optimizer.betas)} must each lie in [0, 1).")
