@@ -79,7 +79,7 @@ def _run(verb: str, module: object, args: argparse.Namespace) -> int:
         return 1
     if args.json:
         print(json.dumps(result))
-    return 0
+    return int(result.get("exit_code", 0))  # a verb whose answer is "no" still gives all its facts
 
 
 def _usage() -> str:
