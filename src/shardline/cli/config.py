@@ -13,7 +13,6 @@ import msgspec
 
 from shardline.config import dump_config, json_schema, load_config
 
-
 TAKES_OVERRIDES = True
 
 

@@ -1,0 +1,228 @@
+"""Hugging Face folders: config.json, generation_config.json, safetensors in one file or several, tokenizer files.
+
+    config = read_config(folder)                        # DecoderConfig
+    decoder = load_decoder(folder, dtype=torch.float32) # ready to run
+    save_folder(folder, config=config, tensors=tensors, tokenizer=tokenizer)
+
+What was loaded and saved again is bit-exact. A folder that is incomplete, truncated or contradicts itself raises
+`ShardlineError` with the file's name; no code from a folder is ever run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from shardline.config import ShardlineError, UsageError
+from shardline.models.config import DecoderConfig
+from shardline.models.decoder import Decoder
+from shardline.models.families import family_of, read_model_config, write_model_config
+from shardline.text.tokenizer import Tokenizer
+
+__all__ = [
+    "iter_tensors",
+    "load_decoder",
+    "load_tensors",
+    "read_config",
+    "read_generation_config",
+    "save_folder",
+]
+
+_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def read_config(folder: str | Path) -> DecoderConfig:
+    """Returns the architecture of a folder."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise UsageError(f"There is no model folder at {folder}; pass a folder that holds config.json.")
+    raw = _read_json(folder / "config.json")
+    if "auto_map" in raw and raw.get("model_type") is None:
+        raise UsageError(f"{folder}/config.json needs code from the folder (auto_map), which Shardline never runs.")
+    return read_model_config(raw)
+
+
+def read_generation_config(folder: str | Path) -> dict[str, Any]:
+    """Returns generation_config.json, or {} where there is none."""
+    path = Path(folder) / "generation_config.json"
+    return _read_json(path) if path.exists() else {}
+
+
+def iter_tensors(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
+    """Yields (our name, tensor) one at a time, in the files' dtype; checks names and shapes against config.json."""
+    folder = Path(folder)
+    config = read_config(folder)
+    files = _weight_files(folder)
+    names = {theirs: ours for ours, theirs in family_of(config.family).tensor_names(config)}
+    _check_names(folder, set(names), set(files), config)
+    shapes = {name: parameter.shape for name, parameter in _meta_decoder(config).named_parameters()}
+    for path in sorted(set(files.values())):
+        try:
+            with safe_open(path, framework="pt") as archive:
+                for theirs in sorted(name for name, file in files.items() if file == path):
+                    if theirs not in names:
+                        continue
+                    tensor, ours = archive.get_tensor(theirs), names[theirs]
+                    if tensor.shape != shapes[ours]:
+                        raise ShardlineError(
+                            f"{path}: {theirs} has shape {tuple(tensor.shape)}, but config.json asks for "
+                            f"{tuple(shapes[ours])}; the files belong to different models."
+                        )
+                    yield ours, tensor
+        except SafetensorError as error:
+            raise _damaged(path, error) from None
+
+
+def load_tensors(folder: str | Path) -> dict[str, Tensor]:
+    """Returns all tensors under our names, in the files' dtype."""
+    return dict(iter_tensors(folder))
+
+
+def load_decoder(folder: str | Path, *, dtype: torch.dtype = torch.float32) -> Decoder:
+    """Returns the folder's decoder with its weights in `dtype`, in evaluation mode."""
+    decoder = _meta_decoder(read_config(folder))
+    decoder.load_state_dict({name: tensor.to(dtype) for name, tensor in iter_tensors(folder)}, assign=True)
+    return decoder.requires_grad_(True).eval()
+
+
+def save_folder(
+    folder: str | Path,
+    *,
+    config: DecoderConfig,
+    tensors: Mapping[str, Tensor],
+    tokenizer: Tokenizer | None = None,
+    generation_config: Mapping[str, Any] | None = None,
+    max_shard_bytes: int = 5 * 10**9,
+) -> None:
+    """Writes a folder that transformers and the serving engines open directly.
+
+    tensors            full tensors on the CPU under our names, each in the dtype it is to be stored in
+    generation_config  what a loaded folder had; its EOS list and sampling defaults are carried through
+
+    Raises `ShardlineError` when tensors are missing. The caller decides atomicity (`atomic_folder`).
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    names = dict(family_of(config.family).tensor_names(config))
+    missing = sorted(set(names) - set(tensors))
+    if missing:
+        raise ShardlineError(f"Can't write {folder}: {len(missing)} tensors are missing, the first is {missing[0]}.")
+    state = {theirs: tensors[ours].detach().contiguous() for ours, theirs in names.items()}
+    _write_weights(folder, state, max_shard_bytes)
+    dtype = str(state[next(iter(state))].dtype).removeprefix("torch.")
+    _write_json(folder / "config.json", write_model_config(config, dtype=dtype))
+    _write_json(folder / "generation_config.json", _generation_config(config, generation_config))
+    if tokenizer is not None:
+        tokenizer.save(folder)
+
+
+def _meta_decoder(config: DecoderConfig) -> Decoder:
+    with torch.device("meta"):
+        return Decoder(config)
+
+
+def _weight_files(folder: Path) -> dict[str, Path]:
+    """Returns {tensor name: file} from the index or the single file's header."""
+    if (folder / _INDEX).exists():
+        weight_map = _read_json(folder / _INDEX).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise ShardlineError(f"{folder / _INDEX} has no weight_map; the folder is incomplete.")
+        outside = [name for name in weight_map.values() if not isinstance(name, str) or Path(name).name != name]
+        if outside:
+            raise ShardlineError(f"{folder / _INDEX} names the file {outside[0]!r}, which is not inside the folder.")
+        files = {tensor: folder / name for tensor, name in weight_map.items()}
+        for path in sorted(set(files.values())):
+            held = _header(path)
+            listed = {tensor for tensor, file in files.items() if file == path}
+            if listed - held:
+                raise ShardlineError(
+                    f"{folder / _INDEX} says that {path.name} holds {min(listed - held)}, but it does not; "
+                    "copy the folder again."
+                )
+        return files
+    if (folder / _WEIGHTS).exists():
+        return dict.fromkeys(_header(folder / _WEIGHTS), folder / _WEIGHTS)
+    raise ShardlineError(
+        f"{folder} holds no {_WEIGHTS} and no {_INDEX}; if its weights are in .bin files, save them as safetensors first."
+    )
+
+
+def _header(path: Path) -> set[str]:
+    if not path.exists():
+        raise ShardlineError(f"{path} is missing; the folder is incomplete, copy it again.")
+    try:
+        with safe_open(path, framework="pt") as archive:
+            return set(archive.keys())
+    except SafetensorError as error:
+        raise _damaged(path, error) from None
+
+
+def _check_names(folder: Path, expected: set[str], found: set[str], config: DecoderConfig) -> None:
+    missing = sorted(expected - found)
+    if missing == ["lm_head.weight"]:
+        raise ShardlineError(
+            f"{folder}: config.json says tie_word_embeddings = false, but there is no lm_head.weight; set it to true only "
+            "if the model was trained with tied embeddings."
+        )
+    if missing:
+        raise ShardlineError(f"{folder}: {len(missing)} tensors are missing, the first is {missing[0]}.")
+    # Buffers that old exporters wrote, and the copy of a tied head, are the only extras that change nothing.
+    extra = sorted(
+        name
+        for name in found - expected
+        if not name.endswith("rotary_emb.inv_freq") and not (name == "lm_head.weight" and config.tie_word_embeddings)
+    )
+    if extra:
+        raise ShardlineError(
+            f"{folder}: {len(extra)} tensors are not part of a {config.family} model as config.json describes it, "
+            f"the first is {extra[0]}."
+        )
+
+
+def _write_weights(folder: Path, state: dict[str, Tensor], max_shard_bytes: int) -> None:
+    split = split_torch_state_dict_into_shards(
+        state, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_bytes
+    )
+    for filename, names in split.filename_to_tensors.items():
+        save_file({name: state[name] for name in names}, folder / filename, metadata={"format": "pt"})
+    if split.is_sharded:
+        metadata = {"total_parameters": sum(tensor.numel() for tensor in state.values()), **split.metadata}
+        _write_json(folder / _INDEX, {"metadata": metadata, "weight_map": split.tensor_to_filename})
+
+
+def _generation_config(config: DecoderConfig, source: Mapping[str, Any] | None) -> dict[str, Any]:
+    eos = list(config.eos_token_ids)
+    own = {
+        "bos_token_id": config.bos_token_id,
+        "eos_token_id": eos if len(eos) > 1 else next(iter(eos), None),
+        "pad_token_id": config.pad_token_id,
+    }
+    return {**{key: value for key, value in own.items() if value is not None}, **(source or {})}
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ShardlineError(f"{path} is missing; pass a complete Hugging Face folder.") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ShardlineError(f"{path} can't be read as JSON ({error}); copy the folder again.") from None
+    if not isinstance(value, dict):
+        raise ShardlineError(f"{path} holds a {type(value).__name__} where a JSON object is expected.")
+    return value
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _damaged(path: Path, error: Exception) -> ShardlineError:
+    return ShardlineError(f"{path} is truncated or damaged ({error}); copy it again.")

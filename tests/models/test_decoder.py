@@ -1,0 +1,124 @@
+"""The decoder against transformers: logits, padding, packed documents, gradients, long contexts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from models.oracle import CONFIGS, SIZES, make_oracle, save_oracle
+from shardline.checkpoints.huggingface import load_decoder
+from shardline.models.attention import DenseAttention
+from shardline.models.decoder import Decoder
+from shardline.models.presets import PRESETS, preset
+
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(scope="module", params=sorted(CONFIGS))
+def pair(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    theirs = save_oracle(request.param, folder)
+    return theirs, load_decoder(folder)
+
+
+def rows(batch: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = torch.randint(3, SIZES["vocab_size"], (batch, length), generator=torch.Generator().manual_seed(7))
+    return tokens, torch.arange(length).expand(batch, length)
+
+
+def test_logits_equal_transformers_beyond_window_and_original_context(pair):
+    theirs, ours = pair
+    tokens, positions = rows(2, 40)
+    with torch.no_grad():
+        expected = theirs(tokens).logits
+        actual = ours(tokens, positions_BT=positions, attention=DenseAttention())
+    assert (actual - expected).abs().max() <= TOLERANCE
+
+
+def test_left_padded_batch(pair):
+    theirs, ours = pair
+    tokens, _ = rows(2, 12)
+    mask = torch.ones_like(tokens)
+    mask[0, :5] = 0
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    documents = torch.where(mask.bool(), 0, -1)
+    with torch.no_grad():
+        expected = theirs(tokens, attention_mask=mask, position_ids=positions).logits
+        actual = ours(tokens, positions_BT=positions, attention=DenseAttention(documents))
+    assert (actual - expected)[mask.bool()].abs().max() <= TOLERANCE
+    assert actual.isfinite().all()
+
+
+def test_packed_documents_do_not_see_each_other(pair):
+    theirs, ours = pair
+    lengths = [9, 4, 12]
+    tokens, _ = rows(1, sum(lengths))
+    positions = torch.cat([torch.arange(n) for n in lengths]).unsqueeze(0)
+    documents = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)]).unsqueeze(0)
+    with torch.no_grad():
+        actual = ours(tokens, positions_BT=positions, attention=DenseAttention(documents))
+        expected = torch.cat([theirs(part).logits for part in tokens.split(lengths, dim=1)], dim=1)
+    assert (actual - expected).abs().max() <= TOLERANCE
+
+
+def test_gradient_of_every_parameter(pair):
+    theirs, ours = pair
+    tokens, positions = rows(2, 10)
+    theirs.zero_grad()
+    ours.zero_grad()
+    theirs(tokens).logits.square().mean().backward()
+    ours(tokens, positions_BT=positions, attention=DenseAttention()).square().mean().backward()
+    expected = dict(theirs.named_parameters())
+    for name, parameter in ours.named_parameters():
+        reference = expected[name].grad
+        assert (parameter.grad - reference).abs().max() <= 1e-4 * reference.abs().max().clamp(min=1e-3), name
+
+
+def test_windows_matter():
+    """Guards the window tests above: with and without the window the oracle itself must differ."""
+    tokens, _ = rows(1, 40)
+    with torch.no_grad():
+        windowed = make_oracle("mistral-window")(tokens).logits
+        full = make_oracle("mistral-window", sliding_window=None)(tokens).logits
+    assert (windowed - full)[:, 6:].abs().max() > 1e-2
+
+
+PUBLISHED_PARAMETERS = {
+    "smollm2-135m": 134_515_008,
+    "smollm2-360m": 361_821_120,
+    "smollm2-1.7b": 1_711_376_384,
+    "llama-2-7b": 6_738_415_616,
+    "llama-2-13b": 13_015_864_320,
+    "llama-2-70b": 68_976_648_192,
+    "llama-3.2-1b": 1_235_814_400,
+    "llama-3.2-3b": 3_212_749_824,
+    "llama-3.1-8b": 8_030_261_248,
+    "llama-70b": 70_553_706_496,
+    "mistral-7b": 7_241_732_096,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-1.5b": 1_543_714_304,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-8b": 8_190_735_360,
+}
+
+
+@pytest.mark.parametrize("name", sorted(PUBLISHED_PARAMETERS))
+def test_presets_have_the_published_parameter_counts(name):
+    with torch.device("meta"):
+        decoder = Decoder(preset(name))
+    assert sum(parameter.numel() for parameter in decoder.parameters()) == PUBLISHED_PARAMETERS[name]
+
+
+def test_every_preset_is_counted():
+    assert set(PRESETS) - {"tiny"} == set(PUBLISHED_PARAMETERS)
+
+
+def test_initialization_depends_on_the_seed_only():
+    first, second, other = (Decoder(preset("tiny")) for _ in range(3))
+    first.initialize(seed=1)
+    second.initialize(seed=1)
+    other.initialize(seed=2)
+    for (name, a), b, c in zip(first.named_parameters(), second.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b), name
+        assert a.ndim == 1 or not torch.equal(a, c), name
