@@ -26,9 +26,7 @@ class Detokenizer:
     the space before the first word then keeps the space before the reply.
     """
 
-    def __init__(
-        self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True, after: Sequence[int] = ()
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True, after: Sequence[int] = ()) -> None:
         self._decoding = tokenizer.decoding
         self._hidden = self._decoding.special_ids if skip_special_tokens else frozenset()
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")

@@ -14,6 +14,7 @@ SentencePiece kind (U+2581 for a space, `<0x0A>` for a byte).
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Iterable, Sequence
@@ -74,10 +75,12 @@ class Tokenizer:
 
     def encode_prompt(self, text: str) -> list[int]:
         """Returns the ids of a plain prompt after the BOS that this tokenizer adds; never two of them."""
-        ids = self.encode(text)
-        if self._prefix_ids and ids[: len(self._prefix_ids)] != self._prefix_ids:
-            return self._prefix_ids + ids
-        return self._without_double_bos(ids)
+        return self._with_prefix(self.encode(text))
+
+    def encode_documents(self, texts: Sequence[str]) -> list[list[int]]:
+        """Returns the ids of whole documents, to train on: as a prompt would be, and an EOS at the end."""
+        end = [] if self.eos_token_id is None else [self.eos_token_id]
+        return [self._with_prefix(ids) + end for ids in self.encode_batch(texts)]
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """Returns the text of `ids`, as a `Detokenizer` streams it; bytes that are no UTF-8 become U+FFFD."""
@@ -112,9 +115,7 @@ class Tokenizer:
         from jinja2.exceptions import TemplateError
 
         try:
-            return self._fast.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=add_generation_prompt
-            )
+            return self._fast.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
         except (TemplateError, TypeError, KeyError, IndexError, AttributeError, ValueError) as error:
             # The template is a program from the folder, the messages are a request: either may be wrong.
             raise UsageError(f"The chat template of {self.name} rejects these messages: {error}.") from error
@@ -141,9 +142,10 @@ class Tokenizer:
             config["chat_template"] = self.chat_template
         path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
-    def to_json(self) -> str:
-        """Returns tokenizer.json as text: equal texts, equal ids."""
-        return self._backend.to_str()
+    def fingerprint(self) -> str:
+        """Returns a SHA-256 of all that decides the ids of a text or a chat."""
+        decides = [self._backend.to_str(), self.bos_token_id, self.eos_token_ids, self.chat_template]
+        return hashlib.sha256(json.dumps(decides).encode()).hexdigest()
 
     def _find_prefix(self) -> list[int]:
         """The ids that the tokenizer puts before a text: usually one BOS, or none."""
@@ -151,6 +153,11 @@ class Tokenizer:
         full = self.encode("a", add_special_tokens=True)
         starts = (n for n in range(len(full) - len(bare) + 1) if full[n : n + len(bare)] == bare)
         return full[: next(starts, 0)]
+
+    def _with_prefix(self, ids: list[int]) -> list[int]:
+        if ids[: len(self._prefix_ids)] != self._prefix_ids:
+            return self._prefix_ids + ids
+        return self._without_double_bos(ids)
 
     def _without_double_bos(self, ids: list[int]) -> list[int]:
         doubled = self.bos_token_id is not None and ids[:2] == [self.bos_token_id] * 2
