@@ -15,7 +15,7 @@ from shardline.cli.console import make_console
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--run", default=".", help="folder that a run would be written to; its disk is measured")
+    parser.add_argument("--run", default=".", help="where a run would be written: this disk is measured")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 __all__ = ["CgroupLimits", "read_limits"]
 
-# Version 1 spells "no limit" as the largest page-aligned int64; anything this large is no limit of a real machine.
+# Version 1 spells "no limit" as the largest page-aligned int64; no real machine has this much.
 _NO_LIMIT_BYTES = 1 << 60
 
 
@@ -26,7 +26,9 @@ class CgroupLimits:
 
     cpus: float | None = None
     memory_bytes: int | None = None
-    memory_used_bytes: int | None = None  # of the group that has the smallest limit; page cache that can go is not in it
+    memory_used_bytes: int | None = (
+        None  # in the group with the smallest limit, without reclaimable page cache
+    )
 
 
 def read_limits(root: Path = Path("/")) -> CgroupLimits:

@@ -4,8 +4,8 @@
     checks = examine(machine, matmul_flops=measure_matmul_flops())
     console.print(checks_text(checks))
 
-A rule is data: what to say of the machine, and the faults in the order in which they are looked for. The first
-fault found gives the verdict; a machine without one is `ok`.
+A rule is data: what to say of the machine, and the faults in the order in which they are looked for. The
+first fault found gives the verdict; a machine without one is `ok`.
 """
 
 from __future__ import annotations
@@ -78,7 +78,9 @@ def checks_text(checks: Sequence[Check]) -> Text:
     lines = []
     for check in checks:
         text = Text.assemble(
-            (check.verdict.ljust(6), colours[check.verdict]), (check.name.ljust(width + 2), "bold"), check.facts
+            (check.verdict.ljust(6), colours[check.verdict]),
+            (check.name.ljust(width + 2), "bold"),
+            check.facts,
         )
         if check.reason:
             text.append(f": {check.reason}. {check.fix}")
@@ -101,7 +103,8 @@ def _apply(rule: Rule, report: Report) -> Check:
 
 def _cores(report: Report) -> str:
     machine = report.machine
-    text = f"{machine.num_cores} usable of {machine.num_logical_cores} logical ({machine.num_physical_cores} physical)"
+    host = f"{machine.num_logical_cores} logical ({machine.num_physical_cores} physical)"
+    text = f"{machine.num_cores} usable of {host}"
     if machine.cores_limit != "host":
         text += f", set by {machine.cores_limit}"
     return f"{text}, {machine.cpu_name}"
@@ -246,7 +249,7 @@ RULES: tuple[Rule, ...] = (
                 verdict="warn",
                 when=lambda r: not _has(r, "avx2", "fma") and not _has(r, "neon"),
                 reason=lambda r: "without AVX2 and FMA (or NEON) arithmetic is several times slower",
-                fix="Use a CPU from 2013 or later; in a virtual machine pass the host's CPU through (-cpu host).",
+                fix="Use a CPU from 2013 or later; in a virtual machine pass the CPU through (-cpu host).",
             ),
         ),
     ),
@@ -286,5 +289,6 @@ RULES: tuple[Rule, ...] = (
 def to_json(checks: Sequence[Check]) -> list[dict[str, Any]]:
     """Returns the checks as JSON values, in order."""
     return [
-        {"name": c.name, "verdict": c.verdict, "facts": c.facts, "reason": c.reason, "fix": c.fix} for c in checks
+        {"name": c.name, "verdict": c.verdict, "facts": c.facts, "reason": c.reason, "fix": c.fix}
+        for c in checks
     ]

@@ -3,8 +3,8 @@
     rss_bytes(), peak_rss_bytes()            # this process
     rss_bytes(pid), peak_rss_bytes(pid)      # another one
 
-The peak on Linux is the kernel's VmHWM of the process's own address space: `ru_maxrss` would be inherited from a
-fat parent across fork and exec. Elsewhere it is `ru_maxrss`, whose unit is bytes on macOS and KiB on the BSDs.
+The peak on Linux is the kernel's VmHWM of this address space: `ru_maxrss` would be inherited from
+a fat parent across fork and exec. Elsewhere it is `ru_maxrss`, in bytes on macOS and in KiB on the BSDs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["peak_rss_bytes", "rss_bytes"]
 
 
 def rss_bytes(pid: int | None = None) -> int:
-    """Returns the resident memory of process `pid` (None: this one). Raises `psutil.NoSuchProcess` when it is gone."""
+    """Returns the resident memory of process `pid` (None: this one); raises `psutil.NoSuchProcess`."""
     return psutil.Process(pid).memory_info().rss
 
 

@@ -3,8 +3,8 @@
     measure_matmul_flops()                             # fp32 on the CPU with torch's threads, about 0.3 s
     measure_matmul_flops("bfloat16", device="cuda")
 
-This measured peak is what model FLOPs utilisation is divided by; there is no table of nominal peaks to fall back
-on, so a device or dtype that can't run the product has no peak (None) and no utilisation.
+This measured peak is what model FLOPs utilisation is divided by; there is no table of nominal peaks to fall
+back on, so a device or dtype that can't run the product has no peak (None) and no utilisation.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["measure_matmul_flops"]
 def measure_matmul_flops(
     dtype: str = "float32", *, seconds: float = 0.3, device: str = "cpu", size: int | None = None
 ) -> float | None:
-    """Returns FLOP/s of the best [size, size] @ [size, size] product within about `seconds`; None if it can't run.
+    """Returns FLOP/s of the best [size, size] @ [size, size] product in `seconds`; None if it can't run.
 
     `dtype` is torch's name. The default size is 1024 on a CPU (out of cache, short) and 8192 elsewhere.
     A multiply and an add count as two operations.

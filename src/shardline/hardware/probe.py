@@ -213,9 +213,8 @@ def _accelerators() -> tuple[tuple[Accelerator, ...], str]:
                 )
             )
     elif torch.backends.mps.is_available():
-        found.append(
-            Accelerator(kind="mps", name=_cpu_name(), memory_bytes=torch.mps.recommended_max_memory(), capability=None)
-        )
+        memory_bytes = torch.mps.recommended_max_memory()
+        found.append(Accelerator(kind="mps", name=_cpu_name(), memory_bytes=memory_bytes))
     return tuple(found), "" if found else _why_no_accelerator(torch)
 
 
@@ -234,5 +233,5 @@ def _why_no_accelerator(torch: Any) -> str:
     if torch.version.cuda is not None and not nodes:
         return "an NVIDIA driver is loaded, but this container has no /dev/nvidia0"
     if torch.version.cuda is not None:
-        return f"torch is built for CUDA {torch.version.cuda}, and the driver is too old for it or refuses the device"
+        return f"torch is built for CUDA {torch.version.cuda}, but the driver is too old for it or refuses"
     return f"torch is built for ROCm {torch.version.hip}, but it finds no AMD device (/dev/kfd exists: {amd})"
