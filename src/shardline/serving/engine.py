@@ -1,0 +1,227 @@
+"""The engine: requests in, tokens out, one step at a time.
+
+    engine = load_engine("path/to/model", EngineConfig(max_model_len=2048))
+    engine.add_request(Request(request_id="a", prompt_token_ids=(1, 2, 3)))
+    while engine.has_unfinished:
+        for output in engine.step():
+            print(output.text, end="")
+
+    outputs = engine.generate([request, ...])      # whole answers, in the order of the requests
+
+It belongs to one thread: `async_engine` wraps it for a server. A step is three lines: schedule, run, take in.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from shardline.checkpoints.huggingface import load_decoder
+from shardline.models.decoder import Decoder
+from shardline.serving.blocks import BlockManager
+from shardline.serving.budget import MemoryBudget, make_budget
+from shardline.serving.engine_config import DTYPES, EngineConfig
+from shardline.serving.paged import KVCache
+from shardline.serving.reply import ReplyText
+from shardline.serving.requests import FinishReason, Request, RequestError, RequestOutput
+from shardline.serving.runner import Runner
+from shardline.serving.sampler import Sampled, Sampler
+from shardline.serving.scheduler import Chunk, Schedule, Scheduler
+from shardline.serving.sequence import Sequence as RunningSequence
+from shardline.text.tokenizer import Tokenizer
+
+__all__ = ["DTYPES", "Engine", "EngineConfig", "load_engine"]
+
+DEFAULTS = EngineConfig()
+
+
+class Engine:
+    """Continuous batching of one decoder over a paged KV cache."""
+
+    def __init__(self, decoder: Decoder, tokenizer: Tokenizer, config: EngineConfig = DEFAULTS) -> None:
+        self.decoder = decoder.requires_grad_(False).eval()
+        self.tokenizer = tokenizer
+        self.config = config
+        self.budget: MemoryBudget = make_budget(decoder, config)
+        self.max_model_len = self.budget.max_model_len
+        self.eos_token_ids = frozenset(decoder.config.eos_token_ids) | frozenset(tokenizer.eos_token_ids)
+        self.blocks = BlockManager(num_blocks=self.budget.num_blocks, block_size=config.block_size)
+        self.scheduler = Scheduler(
+            self.blocks, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens
+        )
+        self._cache = KVCache(
+            decoder.config,
+            num_blocks=self.budget.num_blocks,
+            block_size=config.block_size,
+            dtype=next(decoder.parameters()).dtype,
+        )
+        in_vocabulary = [token for token in self.eos_token_ids if token < decoder.config.vocab_size]
+        self.runner = Runner(decoder, self._cache, Sampler(eos_token_ids=in_vocabulary))
+        self.last_schedule = Schedule()
+        self._replies: dict[str, ReplyText] = {}
+
+    @property
+    def has_unfinished(self) -> bool:
+        return self.scheduler.has_unfinished
+
+    def check(self, request: Request) -> None:
+        """Raises `RequestError` where this engine can't run the request. Reads constants only: any thread may call."""
+        _check_fits(request, max_model_len=self.max_model_len, vocab_size=self.decoder.config.vocab_size)
+
+    def add_request(self, request: Request, *, arrived_s: float | None = None) -> None:
+        """Queues a request; raises `RequestError` where it can't be run."""
+        self.check(request)
+        if request.request_id in self.scheduler:
+            raise RequestError(f"request_id {request.request_id!r} is in use; give each request its own.")
+        num_prompt_tokens = len(request.prompt_token_ids)
+        max_tokens = request.sampling.max_tokens
+        if max_tokens is None:
+            max_tokens = self.max_model_len - num_prompt_tokens
+        sequence = RunningSequence(
+            request,
+            max_num_tokens=num_prompt_tokens + max_tokens,
+            arrived_s=time.monotonic() if arrived_s is None else arrived_s,
+        )
+        self.scheduler.add(sequence)
+        self._replies[request.request_id] = ReplyText(
+            self.tokenizer, request.sampling, prompt_token_ids=request.prompt_token_ids
+        )
+
+    def abort(self, request_id: str) -> bool:
+        """Drops a request in whatever state it is and frees its blocks; False if it is not here (any more)."""
+        self._replies.pop(request_id, None)
+        return self.scheduler.remove(request_id) is not None
+
+    def step(self) -> list[RequestOutput]:
+        """Computes one batch and returns what it added to each request."""
+        self.last_schedule = self.scheduler.schedule()
+        results = self.runner.run(self.last_schedule)
+        return self._take_in(results)
+
+    def abandon_step(self) -> list[str]:
+        """After a step that raised: drops the requests that were in it and returns their ids; the others go on."""
+        ids = [chunk.sequence.request_id for chunk in self.last_schedule.chunks]
+        for chunk in self.last_schedule.chunks:
+            self._cache.clear(chunk.sequence.block_table)
+        return [request_id for request_id in ids if self.abort(request_id)]
+
+    def generate(
+        self, requests: Sequence[Request], *, on_output: Callable[[RequestOutput], None] | None = None
+    ) -> list[RequestOutput]:
+        """Runs requests to their end and returns whole answers in their order; `on_output` sees every step's part."""
+        answers = {r.request_id: RequestOutput(request_id=r.request_id, num_prompt_tokens=0) for r in requests}
+        for request in requests:
+            self.add_request(request)
+            answers[request.request_id].num_prompt_tokens = len(request.prompt_token_ids)
+        while any(not answer.finished for answer in answers.values()):
+            for output in self.step():
+                if output.request_id in answers:
+                    answers[output.request_id].extend(output)
+                if on_output is not None:
+                    on_output(output)
+        return list(answers.values())
+
+    def _take_in(self, results: list[tuple[Chunk, Sampled | None]]) -> list[RequestOutput]:
+        now = time.monotonic()
+        outputs = []
+        for chunk, sampled in results:
+            sequence = chunk.sequence
+            self.scheduler.advance(chunk)
+            if sequence.timeline.scheduled_s is None:
+                sequence.timeline.scheduled_s = now
+            if not chunk.samples:
+                continue
+            output = self._new_output(sequence)
+            if sampled is None:
+                output.finish_reason = FinishReason.LENGTH  # max_tokens = 0: only the prompt was to be scored
+            elif not sampled.finite:
+                output.finish_reason = FinishReason.ERROR
+                output.error = "The model's logits are not finite here: its weights or this input are at fault."
+                self._cache.clear(sequence.block_table)
+            else:
+                self._take_token(sequence, sampled, output, now)
+            if output.finished:
+                self.abort(sequence.request_id)
+            outputs.append(output)
+        return outputs
+
+    def _take_token(self, sequence: RunningSequence, sampled: Sampled, output: RequestOutput, now: float) -> None:
+        params = sequence.request.sampling
+        token = sampled.token_id
+        sequence.token_ids.append(token)
+        timeline = sequence.timeline
+        if timeline.last_token_s is not None:
+            timeline.gap_s = now - timeline.last_token_s
+        timeline.last_token_s = now
+        if timeline.first_token_s is None:
+            timeline.first_token_s = now
+        output.token_ids.append(token)
+        if sampled.logprob is not None:
+            output.logprobs.append(sampled.logprob)
+            output.top_logprobs.append(sampled.top_logprobs)
+        reply = self._replies[sequence.request_id]
+        may_stop = sequence.num_output_tokens >= params.min_tokens
+        if may_stop and token in params.stop_token_ids:
+            output.finish_reason, output.stop_reason = FinishReason.STOP, token
+        elif may_stop and token in self.eos_token_ids and not params.ignore_eos:
+            output.finish_reason = FinishReason.STOP
+        else:
+            output.text = reply.append(token, may_stop=may_stop)
+            if reply.stop is not None:
+                output.finish_reason, output.stop_reason = FinishReason.STOP, reply.stop
+            elif sequence.num_output_tokens >= sequence.max_output_tokens:
+                output.finish_reason = FinishReason.LENGTH
+        if output.finished and reply.stop is None:
+            output.text += reply.flush()
+
+    def _new_output(self, sequence: RunningSequence) -> RequestOutput:
+        output = RequestOutput(
+            request_id=sequence.request_id,
+            num_prompt_tokens=sequence.num_prompt_tokens,
+            timeline=sequence.timeline,
+        )
+        if sequence.num_output_tokens == 0:
+            output.prompt_logprobs = sequence.prompt_logprobs
+            output.prompt_top_logprobs = sequence.prompt_top_logprobs
+        return output
+
+
+def load_engine(folder: str | Path, config: EngineConfig = DEFAULTS) -> Engine:
+    """Opens a Hugging Face folder; raises `ShardlineError` with one sentence where it can't be served."""
+    decoder = load_decoder(folder, dtype=DTYPES[config.dtype])
+    return Engine(decoder, Tokenizer.load(folder), config)
+
+
+def _check_fits(request: Request, *, max_model_len: int, vocab_size: int) -> None:
+    prompt, params = request.prompt_token_ids, request.sampling
+    if not prompt:
+        raise RequestError("The prompt is empty; send at least one token.", param="prompt")
+    outside = [token for token in prompt if not 0 <= token < vocab_size]
+    if outside:
+        raise RequestError(
+            f"The prompt has token id {outside[0]}, but the vocabulary has ids 0 to {vocab_size - 1}.", param="prompt"
+        )
+    for name in ("stop_token_ids", "logit_bias"):
+        for token in getattr(params, name):
+            if not 0 <= token < vocab_size:
+                raise RequestError(
+                    f"{name} has token id {token}, but the vocabulary has ids 0 to {vocab_size - 1}.", param=name
+                )
+    least = 1 if params.max_tokens is None else params.max_tokens
+    if len(prompt) + least <= max_model_len:
+        return
+    if len(prompt) + min(least, 1) > max_model_len:
+        raise RequestError(
+            f"The prompt has {len(prompt)} tokens, but this model's context holds {max_model_len} tokens, prompt and "
+            "reply together; shorten the prompt.",
+            param="prompt",
+            code="context_length_exceeded",
+        )
+    raise RequestError(
+        f"The prompt has {len(prompt)} tokens and max_tokens = {params.max_tokens}, together "
+        f"{len(prompt) + least}, but this model's context holds {max_model_len} tokens; "
+        f"ask for at most {max_model_len - len(prompt)} tokens.",
+        param="max_tokens",
+        code="context_length_exceeded",
+    )

@@ -1,0 +1,32 @@
+"""How much an engine takes on at once. `engine` exports these names; `budget` reads them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+__all__ = ["DTYPES", "EngineConfig"]
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Limits of one engine.
+
+    max_model_len           tokens of prompt and reply together; None: what the model and the memory allow
+    max_num_seqs            requests that run together
+    max_num_batched_tokens  tokens of one step, and so how long a running reply waits for someone else's prompt
+    num_blocks              blocks of the KV cache; None: from kv_cache_bytes
+    kv_cache_bytes          None: enough for max_num_seqs requests of full length, within half of the free memory
+    """
+
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512
+    block_size: int = 16
+    num_blocks: int | None = None
+    kv_cache_bytes: int | None = None
+    dtype: Literal["fp32", "bf16"] = "fp32"

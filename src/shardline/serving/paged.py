@@ -1,0 +1,182 @@
+"""The paged KV cache, and the attention backend that reads and writes it.
+
+Serving runs the trainer's decoder; only this backend differs. Rows of a step come flattened as one batch row of T
+tokens: first the sequences that compute a single token (decode), then the chunks of prompts, one after the other.
+Decode rows are gathered by block table and attended together; the query heads that share a key head become query
+rows, so no key is copied per head. Each chunk of a prompt attends alone, to what is cached of its own sequence.
+
+Shapes: T tokens of the step, B decode rows, M blocks in the widest table, S key tokens, N query heads, K key/value
+heads, G = N / K, H head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from shardline.kernels import attention, causal_mask
+from shardline.models.config import DecoderConfig
+
+__all__ = ["DecodeGroup", "KVCache", "PagedAttention", "PrefillChunk", "StepInputs", "kv_bytes_per_token"]
+
+
+def kv_bytes_per_token(config: DecoderConfig, dtype: torch.dtype) -> int:
+    """Returns the bytes of one token's keys and values over all layers."""
+    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
+
+
+class KVCache:
+    """Keys and values of all layers, allocated once; block 0 pads tables and stays zero."""
+
+    def __init__(self, config: DecoderConfig, *, num_blocks: int, block_size: int, dtype: torch.dtype) -> None:
+        shape = (config.num_layers, num_blocks + 1, block_size, config.num_kv_heads, config.head_dim)
+        self.block_size = block_size
+        # Zeros come from untouched pages, so memory is used as blocks are first written.
+        keys, values = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
+        self.keys = list(keys.unbind(0))
+        self.values = list(values.unbind(0))
+        self._key_slots = [layer.flatten(0, 1) for layer in self.keys]
+        self._value_slots = [layer.flatten(0, 1) for layer in self.values]
+
+    def write(self, layer: int, slots_T: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> None:
+        """Stores each token's key and value in its slot (block * block_size + offset)."""
+        self._key_slots[layer].index_copy_(0, slots_T, k_TKH)
+        self._value_slots[layer].index_copy_(0, slots_T, v_TKH)
+
+    def read(self, layer: int, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns k_SKH and v_SKH of the blocks, one after the other."""
+        return (
+            self.keys[layer].index_select(0, blocks).flatten(0, 1),
+            self.values[layer].index_select(0, blocks).flatten(0, 1),
+        )
+
+    def clear(self, blocks: list[int]) -> None:
+        """Zeroes blocks that may hold values that are not finite: masked out, they would still poison a sum."""
+        for layer in (*self.keys, *self.values):
+            layer[blocks] = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecodeGroup:
+    """Decode rows `first` to `first + size - 1`, of similar lengths; tables padded with block 0 to the widest."""
+
+    first: int
+    size: int
+    tables: Tensor  # [B * M] int64
+    lengths: list[int]  # tokens that each row sees, itself included
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrefillChunk:
+    """Rows `first` to `first + size - 1`: the tokens from `start` on of one sequence."""
+
+    first: int
+    size: int
+    start: int
+    table: Tensor  # [M] int64
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepInputs:
+    """One step's rows, as tensors made once from whole arrays."""
+
+    tokens_T: Tensor
+    positions_T: Tensor
+    slots_T: Tensor
+    decodes: list[DecodeGroup] = field(default_factory=list)
+    prefills: list[PrefillChunk] = field(default_factory=list)
+
+
+class PagedAttention:
+    """The attention backend of one step; masks are made once and shared by the layers with the same window."""
+
+    def __init__(self, cache: KVCache, inputs: StepInputs) -> None:
+        self._cache = cache
+        self._inputs = inputs
+        self._masks: dict[tuple[int, int | None], Tensor] = {}
+
+    def __call__(
+        self,
+        q_BTNH: Tensor,
+        k_BTKH: Tensor,
+        v_BTKH: Tensor,
+        *,
+        layer: int,
+        scale: float,
+        window: int | None,
+    ) -> Tensor:
+        """Writes the step's keys and values, then returns o_BTNH; B is 1, T all rows of the step."""
+        self._cache.write(layer, self._inputs.slots_T, k_BTKH[0], v_BTKH[0])
+        outputs = [
+            self._decode(group, q_BTNH[0], layer=layer, scale=scale, window=window) for group in self._inputs.decodes
+        ]
+        outputs += [
+            self._prefill(chunk, q_BTNH, k_BTKH, v_BTKH, layer=layer, scale=scale, window=window)
+            for chunk in self._inputs.prefills
+        ]
+        o_TNH = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return o_TNH.unsqueeze(0)
+
+    def _decode(self, group: DecodeGroup, q_TNH: Tensor, *, layer: int, scale: float, window: int | None) -> Tensor:
+        k_SKH, v_SKH = self._cache.read(layer, group.tables)
+        num_rows, num_kv_heads, head_dim = group.size, k_SKH.shape[1], k_SKH.shape[2]
+        k_BSKH, v_BSKH = k_SKH.unflatten(0, (num_rows, -1)), v_SKH.unflatten(0, (num_rows, -1))
+        rows = q_TNH[group.first : group.first + num_rows]
+        q_BGKH = rows.view(num_rows, num_kv_heads, -1, head_dim).transpose(1, 2)
+        if num_rows == 1:  # exact slices instead of a mask
+            end = group.lengths[0]
+            begin = 0 if window is None else max(0, end - window)
+            k_BSKH, v_BSKH, mask_BGS = k_BSKH[:, begin:end], v_BSKH[:, begin:end], None
+        else:
+            mask_BGS = self._decode_mask(group, k_BSKH.shape[1], window)
+            mask_BGS = mask_BGS.expand(-1, q_BGKH.shape[1], -1)
+        o_BGKH = attention(q_BGKH, k_BSKH, v_BSKH, mask_BTS=mask_BGS, scale=scale)
+        return o_BGKH.transpose(1, 2).reshape(num_rows, -1, head_dim)
+
+    def _prefill(
+        self,
+        chunk: PrefillChunk,
+        q_BTNH: Tensor,
+        k_BTKH: Tensor,
+        v_BTKH: Tensor,
+        *,
+        layer: int,
+        scale: float,
+        window: int | None,
+    ) -> Tensor:
+        rows = slice(chunk.first, chunk.first + chunk.size)
+        q_BTNH = q_BTNH[:, rows]
+        end = chunk.start + chunk.size
+        if chunk.start == 0:  # everything it sees is in this step
+            k_BSKH, v_BSKH = k_BTKH[:, rows], v_BTKH[:, rows]
+        else:
+            k_SKH, v_SKH = self._cache.read(layer, chunk.table)
+            k_BSKH, v_BSKH = k_SKH[:end].unsqueeze(0), v_SKH[:end].unsqueeze(0)
+        if chunk.start == 0 and (window is None or window >= end):
+            return attention(q_BTNH, k_BSKH, v_BSKH, causal=True, scale=scale)[0]
+        mask_BTS = self._prefill_mask(chunk, window)
+        return attention(q_BTNH, k_BSKH, v_BSKH, mask_BTS=mask_BTS, scale=scale)[0]
+
+    def _decode_mask(self, group: DecodeGroup, num_keys: int, window: int | None) -> Tensor:
+        key = (group.first, window)
+        if key not in self._masks:
+            lengths_B11 = torch.tensor(group.lengths).view(-1, 1, 1)
+            index_S = torch.arange(num_keys)
+            mask_B1S = index_S < lengths_B11
+            if window is not None:
+                mask_B1S &= index_S >= lengths_B11 - window
+            self._masks[key] = mask_B1S
+        return self._masks[key]
+
+    def _prefill_mask(self, chunk: PrefillChunk, window: int | None) -> Tensor:
+        key = (chunk.first, window)
+        if key not in self._masks:
+            end = chunk.start + chunk.size
+            self._masks[key] = causal_mask(
+                query_positions_BT=torch.arange(chunk.start, end).unsqueeze(0),
+                key_positions_BS=torch.arange(end).unsqueeze(0),
+                window=window,
+            )
+        return self._masks[key]

@@ -1,0 +1,187 @@
+"""What the engine is asked, and what it answers. Pure data, no torch.
+
+    params = SamplingParams(temperature=0.0, max_tokens=64, stop=("\\n\\n",))
+    request = Request(request_id="a", prompt_token_ids=(1, 2, 3), sampling=params)
+
+Names, defaults and limits are vLLM's where vLLM has them. A value that can't be used raises `RequestError`, which
+names the field and is one sentence; over HTTP it becomes a 400 with that sentence.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from enum import StrEnum
+
+from shardline.config.errors import UsageError
+
+__all__ = [
+    "MAX_LOGPROBS",
+    "FinishReason",
+    "Request",
+    "RequestError",
+    "RequestOutput",
+    "SamplingParams",
+    "Timeline",
+    "TopLogprobs",
+]
+
+MAX_LOGPROBS = 20  # alternatives a token; OpenAI's limit for chat, vLLM's default
+MAX_STOPS = 64
+GREEDY_TEMPERATURE = 1e-5
+MIN_TEMPERATURE = 1e-2  # below it logits / temperature overflows; vLLM clamps at the same value
+
+TopLogprobs = tuple[tuple[int, float], ...]  # (token id, log-probability), the likeliest first
+
+
+class RequestError(UsageError):
+    """A request that can't be run; `param` is the field at fault, where there is one."""
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"  # an end-of-text token, a stop token or a stop string
+    LENGTH = "length"  # max_tokens
+    ABORT = "abort"  # the client went away
+    ERROR = "error"  # the step that computed it failed
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How tokens are chosen and when to stop. `logprobs` are raw: of the model's log-softmax, before temperature."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0 or -1: all tokens
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    max_tokens: int | None = 16  # None: the rest of the context; 0: only score the prompt
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    logprobs: int | None = None  # None: none; k: the chosen token's and the k likeliest
+    prompt_logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_range("temperature", self.temperature, low=0.0, high=math.inf)
+        _check_range("top_p", self.top_p, low=0.0, high=1.0, open_low=True)
+        _check_range("min_p", self.min_p, low=0.0, high=1.0)
+        _check_range("presence_penalty", self.presence_penalty, low=-2.0, high=2.0)
+        _check_range("frequency_penalty", self.frequency_penalty, low=-2.0, high=2.0)
+        _check_range("repetition_penalty", self.repetition_penalty, low=0.0, high=math.inf, open_low=True)
+        if self.top_k < -1:
+            raise RequestError(f"top_k = {self.top_k} must be at least 1, or 0 for all tokens.", param="top_k")
+        if self.max_tokens is not None and self.max_tokens < 0:
+            raise RequestError(f"max_tokens = {self.max_tokens} must not be negative.", param="max_tokens")
+        if self.min_tokens < 0:
+            raise RequestError(f"min_tokens = {self.min_tokens} must not be negative.", param="min_tokens")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(
+                f"min_tokens = {self.min_tokens} is greater than max_tokens = {self.max_tokens}.", param="min_tokens"
+            )
+        if self.seed is not None and not -(2**63) <= self.seed < 2**63:
+            raise RequestError(f"seed = {self.seed} must fit in 64 bits.", param="seed")
+        if any(not stop for stop in self.stop):
+            raise RequestError("stop holds an empty string, which would match everywhere; leave it out.", param="stop")
+        if len(self.stop) > MAX_STOPS:
+            raise RequestError(f"stop has {len(self.stop)} strings; at most {MAX_STOPS} are allowed.", param="stop")
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value <= MAX_LOGPROBS:
+                raise RequestError(f"{name} = {value} must be between 0 and {MAX_LOGPROBS}.", param=name)
+        for token, bias in self.logit_bias.items():
+            _check_range(f"logit_bias[{token}]", bias, low=-100.0, high=100.0)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < GREEDY_TEMPERATURE
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether logits are edited before the choice: biases, penalties, or a minimum length."""
+        return bool(
+            self.logit_bias
+            or self.min_tokens
+            or self.presence_penalty
+            or self.frequency_penalty
+            or self.repetition_penalty != 1.0
+        )
+
+
+def _check_range(name: str, value: float, *, low: float, high: float, open_low: bool = False) -> None:
+    too_low = value <= low if open_low else value < low
+    if math.isfinite(value) and not too_low and value <= high:
+        return
+    at_least = f"greater than {low:g}" if open_low else f"at least {low:g}"
+    at_most = f" and at most {high:g}" if math.isfinite(high) else " and finite"
+    raise RequestError(f"{name} = {value:g} must be {at_least}{at_most}.", param=name.partition("[")[0])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One prompt and how to continue it. Several samples of one prompt are several requests."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams = SamplingParams()
+
+
+@dataclass(kw_only=True)
+class Timeline:
+    """When things happened to a request, in seconds of `time.monotonic()`; None: not yet."""
+
+    arrived_s: float
+    scheduled_s: float | None = None
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+    gap_s: float | None = None  # between the last two tokens
+
+
+@dataclass(kw_only=True)
+class RequestOutput:
+    """What one step added to one request; `extend` joins the steps to the whole answer.
+
+    `logprobs[i]` belongs to `token_ids[i]`, and `top_logprobs[i]` to its alternatives; both stay empty unless asked
+    for. `prompt_logprobs` has one entry a prompt token, None for the first, and comes once, with the first output.
+    `text` is what may be shown: whole characters only, and nothing that may still become a stop string.
+    """
+
+    request_id: str
+    num_prompt_tokens: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[TopLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[float | None] = field(default_factory=list)
+    prompt_top_logprobs: list[TopLogprobs] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None  # the stop string or the stop token that ended it
+    error: str | None = None
+    timeline: Timeline | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    def extend(self, later: RequestOutput) -> None:
+        """Adds a later step's output of the same request to this one."""
+        assert later.request_id == self.request_id, (later.request_id, self.request_id)
+        for item in fields(self):
+            if item.name in ("text", "token_ids", "logprobs", "top_logprobs", "prompt_logprobs", "prompt_top_logprobs"):
+                setattr(self, item.name, getattr(self, item.name) + getattr(later, item.name))
+        self.finish_reason = later.finish_reason
+        self.stop_reason = later.stop_reason
+        self.error = later.error
+        self.timeline = later.timeline

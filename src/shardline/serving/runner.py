@@ -1,0 +1,143 @@
+"""Turns a schedule into tensors, runs the decoder once, and samples.
+
+All rows of a step go through the decoder together. Python lists become one array each, an array becomes one tensor:
+no tensor is made per token or per request. The head runs only on the rows whose logits someone needs.
+"""
+
+from __future__ import annotations
+
+from itertools import chain
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shardline.models.decoder import Decoder
+from shardline.serving.blocks import PADDING_BLOCK
+from shardline.serving.paged import DecodeGroup, KVCache, PagedAttention, PrefillChunk, StepInputs
+from shardline.serving.sampler import Sampled, Sampler, top_logprobs
+from shardline.serving.scheduler import Chunk, Schedule
+
+__all__ = ["Runner"]
+
+HEAD_ROWS = 256  # prompt positions scored at a time: logits of a whole prompt could be gigabytes
+MAX_PADDING = 2.0  # decode rows padded to more than this many times their length start a group of their own
+
+
+class Runner:
+    """Runs steps of one decoder over one KV cache."""
+
+    def __init__(self, decoder: Decoder, cache: KVCache, sampler: Sampler) -> None:
+        self._decoder = decoder
+        self._cache = cache
+        self._sampler = sampler
+
+    @torch.inference_mode()
+    def run(self, schedule: Schedule) -> list[tuple[Chunk, Sampled | None]]:
+        """Computes the schedule's chunks; returns each with what was sampled, None where nothing was to be.
+
+        Log-probabilities of prompt tokens are added to their sequences.
+        """
+        chunks = sorted(schedule.chunks, key=_decodes_first)
+        inputs, last_rows = self._prepare(chunks)
+        x_TD = self._decoder.hidden_states(
+            inputs.tokens_T.unsqueeze(0),
+            positions_BT=inputs.positions_T.unsqueeze(0),
+            attention=PagedAttention(self._cache, inputs),
+        )[0]
+        for chunk, last_row in zip(chunks, last_rows, strict=True):
+            if chunk.sequence.request.sampling.prompt_logprobs is not None:
+                self._score_prompt(chunk, x_TD[last_row + 1 - chunk.num_tokens : last_row + 1])
+        sampling = [i for i, chunk in enumerate(chunks) if chunk.samples and chunk.sequence.max_output_tokens > 0]
+        results: list[Sampled | None] = [None] * len(chunks)
+        if sampling:
+            rows_R = torch.tensor([last_rows[i] for i in sampling])
+            logits_RV = self._decoder.head(x_TD.index_select(0, rows_R)).float()
+            drawn = self._sampler.sample(logits_RV, [chunks[i].sequence for i in sampling])
+            for i, sampled in zip(sampling, drawn, strict=True):
+                results[i] = sampled
+        return list(zip(chunks, results, strict=True))
+
+    def _prepare(self, chunks: list[Chunk]) -> tuple[StepInputs, list[int]]:
+        """Returns the step's tensors and the last row of each chunk; decode chunks come first."""
+        block_size = self._cache.block_size
+        num_decodes = sum(chunk.num_tokens == 1 for chunk in chunks)
+        tokens = list(chain.from_iterable(c.sequence.token_ids[c.start : c.start + c.num_tokens] for c in chunks))
+        positions = np.empty(len(tokens), dtype=np.int64)
+        slots = np.empty(len(tokens), dtype=np.int64)
+        for row, chunk in enumerate(chunks[:num_decodes]):
+            block, offset = divmod(chunk.start, block_size)
+            positions[row] = chunk.start
+            slots[row] = chunk.sequence.block_table[block] * block_size + offset
+        last_rows = list(range(num_decodes))
+        prefills = []
+        row = num_decodes
+        for chunk in chunks[num_decodes:]:
+            where = np.arange(chunk.start, chunk.start + chunk.num_tokens)
+            table = np.array(chunk.sequence.block_table, dtype=np.int64)
+            positions[row : row + chunk.num_tokens] = where
+            slots[row : row + chunk.num_tokens] = table[where // block_size] * block_size + where % block_size
+            num_blocks = -(-(chunk.start + chunk.num_tokens) // block_size)
+            prefills.append(
+                PrefillChunk(
+                    first=row, size=chunk.num_tokens, start=chunk.start, table=torch.from_numpy(table[:num_blocks])
+                )
+            )
+            row += chunk.num_tokens
+            last_rows.append(row - 1)
+        inputs = StepInputs(
+            tokens_T=torch.from_numpy(np.array(tokens, dtype=np.int64)),
+            positions_T=torch.from_numpy(positions),
+            slots_T=torch.from_numpy(slots),
+            decodes=list(_group_decodes(chunks[:num_decodes], block_size)),
+            prefills=prefills,
+        )
+        return inputs, last_rows
+
+    def _score_prompt(self, chunk: Chunk, x_TD: Tensor) -> None:
+        """Adds the log-probabilities of the prompt tokens that this chunk's rows predict."""
+        sequence = chunk.sequence
+        num_alternatives = sequence.request.sampling.prompt_logprobs or 0
+        if not sequence.prompt_logprobs:
+            sequence.prompt_logprobs.append(None)
+            sequence.prompt_top_logprobs.append(())
+        # Row r predicts token start + r + 1. After a preemption the first ones are already known.
+        begin = len(sequence.prompt_logprobs) - 1 - chunk.start
+        end = min(chunk.num_tokens, sequence.num_prompt_tokens - 1 - chunk.start)
+        for first in range(begin, end, HEAD_ROWS):
+            last = min(first + HEAD_ROWS, end)
+            targets = sequence.token_ids[chunk.start + first + 1 : chunk.start + last + 1]
+            logprobs_RV = self._decoder.head(x_TD[first:last]).float().log_softmax(-1)
+            chosen = logprobs_RV.gather(1, torch.tensor(targets).unsqueeze(1)).squeeze(1)
+            sequence.prompt_logprobs.extend(chosen.tolist())
+            sequence.prompt_top_logprobs.extend(top_logprobs(logprobs_RV, num_alternatives))
+
+
+def _decodes_first(chunk: Chunk) -> tuple[bool, int]:
+    """Single tokens first, longest context first, so that neighbours pad little; then prompts as scheduled."""
+    return (False, -chunk.start) if chunk.num_tokens == 1 else (True, 0)
+
+
+def _group_decodes(chunks: list[Chunk], block_size: int) -> list[DecodeGroup]:
+    """Cuts decode rows, longest first, where padding to the group's longest would cost more than it saves."""
+    groups = []
+    first = 0
+    for row in range(1, len(chunks) + 1):
+        if row < len(chunks) and (chunks[row].start + 1) * MAX_PADDING >= chunks[first].start + 1:
+            continue
+        members = chunks[first:row]
+        width = members[0].start // block_size + 1
+        tables = np.full((len(members), width), PADDING_BLOCK, dtype=np.int64)
+        for index, chunk in enumerate(members):
+            num_blocks = chunk.start // block_size + 1
+            tables[index, :num_blocks] = chunk.sequence.block_table[:num_blocks]
+        groups.append(
+            DecodeGroup(
+                first=first,
+                size=len(members),
+                tables=torch.from_numpy(tables.reshape(-1)),
+                lengths=[chunk.start + 1 for chunk in members],
+            )
+        )
+        first = row
+    return groups
