@@ -151,7 +151,7 @@ def _weight_files(folder: Path) -> dict[str, Path]:
     if (folder / _WEIGHTS).exists():
         return dict.fromkeys(_header(folder / _WEIGHTS), folder / _WEIGHTS)
     raise ShardlineError(
-        f"{folder} holds no {_WEIGHTS} and no {_INDEX}; if its weights are in .bin files, save them as safetensors first."
+        f"{folder} holds no {_WEIGHTS} and no {_INDEX}; if its weights are .bin files, save them as safetensors first."
     )
 
 
@@ -169,8 +169,8 @@ def _check_names(folder: Path, expected: set[str], found: set[str], config: Deco
     missing = sorted(expected - found)
     if missing == ["lm_head.weight"]:
         raise ShardlineError(
-            f"{folder}: config.json says tie_word_embeddings = false, but there is no lm_head.weight; set it to true only "
-            "if the model was trained with tied embeddings."
+            f"{folder}: config.json says tie_word_embeddings = false, but there is no lm_head.weight; set it to true "
+            "only if the model was trained with tied embeddings."
         )
     if missing:
         raise ShardlineError(f"{folder}: {len(missing)} tensors are missing, the first is {missing[0]}.")

@@ -1,0 +1,134 @@
+"""Our own local launcher: starts N processes on this machine as torchrun would, and watches them.
+
+It sets torchrun's variables, so that the program below does not know who started it. Rank 0 writes to our
+terminal, the others to their log. The first rank that fails ends the rest, and its exit code becomes ours.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+__all__ = ["follow_launcher", "launch"]
+
+_LAUNCHER = "SHARDLINE_LAUNCHER_PID"
+_GRACE_S = 10.0
+
+
+def launch(command: Sequence[str], *, num_processes: int, log_dir: Path) -> int:
+    """Runs `python -m shardline COMMAND...` in `num_processes` ranks and returns the exit code.
+
+    Each rank gets its share of the cores as threads unless OMP_NUM_THREADS is set.
+    """
+    log_dir.mkdir(parents=True, exist_ok=True)
+    environment = {
+        "OMP_NUM_THREADS": str(max(1, _num_cores() // num_processes)),
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(_free_port()),
+        "WORLD_SIZE": str(num_processes),
+        "LOCAL_WORLD_SIZE": str(num_processes),
+        _LAUNCHER: str(os.getpid()),
+    }
+    ranks: list[subprocess.Popen[bytes]] = []
+    with contextlib.ExitStack() as stack:
+        stack.callback(_stop, ranks)
+        stack.enter_context(_forward(signal.SIGTERM, ranks))
+        for rank in range(num_processes):
+            output = None if rank == 0 else stack.enter_context(_log(log_dir, rank).open("wb"))
+            ranks.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", "shardline", *command],
+                    env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                )
+            )
+        failed = _wait(ranks)
+    if failed is None:
+        return 0
+    code = ranks[failed].returncode
+    if failed > 0:
+        tail = _log(log_dir, failed).read_text(encoding="utf-8", errors="replace").splitlines()[-30:]
+        print(f"Rank {failed} failed first (exit code {code}); the end of {_log(log_dir, failed)}:", file=sys.stderr)
+        print("\n".join(tail), file=sys.stderr)
+    return code if code >= 0 else 128 - code
+
+
+def follow_launcher() -> None:
+    """Ends this process when the launcher that started it is gone, killed ones included, so that no rank is orphaned."""
+    launcher = os.environ.get(_LAUNCHER)
+    if launcher is None or os.getppid() != int(launcher):
+        return
+
+    def watch() -> None:
+        while os.getppid() == int(launcher):
+            time.sleep(0.5)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="follow-launcher", daemon=True).start()
+
+
+def _log(log_dir: Path, rank: int) -> Path:
+    return log_dir / f"rank-{rank}.out"
+
+
+def _wait(ranks: list[subprocess.Popen[bytes]]) -> int | None:
+    """Returns the first rank that failed, or None when all succeeded."""
+    while True:
+        codes = [process.poll() for process in ranks]
+        failed = [rank for rank, code in enumerate(codes) if code]
+        if failed:
+            return failed[0]
+        if all(code == 0 for code in codes):
+            return None
+        time.sleep(0.05)
+
+
+def _stop(ranks: list[subprocess.Popen[bytes]]) -> None:
+    running = [process for process in ranks if process.poll() is None]
+    for process in running:
+        process.terminate()
+    deadline = time.monotonic() + _GRACE_S
+    for process in running:
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+@contextlib.contextmanager
+def _forward(number: signal.Signals, ranks: list[subprocess.Popen[bytes]]):
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def handler(signum: int, frame: object) -> None:
+        for process in ranks:
+            process.send_signal(signum)
+
+    previous = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        signal.signal(number, previous)
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,90 @@
+"""The processes of a run: who am I, how many are we, and the process group between us.
+
+    with start_world() as world:          # one process, our launcher, torchrun or srun: no difference to the caller
+        if world.is_first: ...
+
+The group is `gloo` on CPU and `cpu:gloo,cuda:nccl` on CUDA, so that tensors on the CPU can be reduced there too.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardline.config import UsageError
+
+__all__ = ["World", "read_environment", "start_world"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    rank: int
+    size: int
+    local_rank: int
+    device: torch.device
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Returns the elementwise sum of `values` over all ranks, the same on each."""
+        return self._reduce(values, dist.ReduceOp.SUM)
+
+    def max(self, values: Tensor) -> Tensor:
+        """Returns the elementwise maximum of `values` over all ranks, the same on each."""
+        return self._reduce(values, dist.ReduceOp.MAX)
+
+    def barrier(self) -> None:
+        """Waits for every rank."""
+        self.sum(torch.zeros(1))
+
+    def _reduce(self, values: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
+        total = values.detach().clone()
+        dist.all_reduce(total, operation)
+        return total
+
+
+def read_environment(environment: Mapping[str, str]) -> tuple[int, int, int]:
+    """Returns (rank, world size, local rank) as torchrun or Slurm set them; (0, 1, 0) where neither did."""
+    for rank, size, local_rank in (
+        ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
+        ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
+    ):
+        if rank in environment and size in environment:
+            return int(environment[rank]), int(environment[size]), int(environment.get(local_rank, 0))
+    return 0, 1, 0
+
+
+@contextmanager
+def start_world(*, store: dist.Store | None = None, rank: int = 0, size: int = 1) -> Iterator[World]:
+    """Yields the world and tears its process group down afterwards.
+
+    Without `store` the environment says who we are (torchrun's variables or Slurm's); tests pass a store of their own.
+    """
+    local_rank = rank
+    if store is None:
+        rank, size, local_rank = read_environment(os.environ)
+        if size == 1:
+            store = dist.HashStore()
+        elif missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
+            raise UsageError(
+                f"This is rank {rank} of {size}, but {' and '.join(missing)} is not set, so the ranks can't find each "
+                "other; start them with `shardline train FILE.yaml --nproc N` or torchrun."
+            )
+    device, backend = torch.device("cpu"), "gloo"
+    if torch.cuda.is_available():
+        device, backend = torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl"
+        torch.cuda.set_device(device)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(minutes=10))
+    try:
+        yield World(rank=rank, size=size, local_rank=local_rank, device=device)
+    finally:
+        dist.destroy_process_group()

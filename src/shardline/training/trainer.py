@@ -1,0 +1,182 @@
+"""The training step, the evaluation and the state of a run. No files, no printing: `training.run` does those.
+
+    trainer = Trainer(config=config, world=world, decoder=decoder, rows=train_rows, heldout=heldout_rows)
+    result = trainer.train_step()       # one optimizer step over train.global_batch rows
+
+The same losses come out of every layout: rows are chosen by the step's index alone, and the loss is divided by the
+valid tokens of the whole global batch before the backward pass.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shardline.config import RunConfig, ShardlineError
+from shardline.models.decoder import Decoder
+from shardline.parallel.data import clip_gradients, full_tensor, owned_state, parallelize
+from shardline.parallel.grid import Layout
+from shardline.parallel.world import World
+from shardline.text.rows import Batch, PackedDataset
+from shardline.text.sampler import sample_rows
+from shardline.training.loss import IGNORED, LanguageModelLoss
+from shardline.training.optimizer import build_optimizer, learning_rate, set_learning_rate
+
+__all__ = ["StepResult", "Trainer"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """One optimizer step, the same on every rank.
+
+    loss        mean over the global batch's valid tokens, in nats
+    num_tokens  valid tokens of the global batch
+    grad_norm   global gradient norm before clipping
+    """
+
+    step: int
+    loss: float
+    num_tokens: int
+    grad_norm: float
+    learning_rate: float
+    data_wait_s: float
+
+
+class Trainer:
+    """A model laid out over the ranks, its optimizer, and the step that both have reached."""
+
+    def __init__(
+        self,
+        *,
+        config: RunConfig,
+        world: World,
+        decoder: Decoder,
+        rows: PackedDataset,
+        heldout: PackedDataset | None,
+    ) -> None:
+        self.layout = Layout.resolve(config.parallel, world_size=world.size)
+        self.step = 0
+        self._config = config
+        self._world = world
+        self._rows = rows
+        self._heldout = heldout
+        self._num_micro_batches = self.layout.accumulation(config.train)
+        self._decoder = decoder.to(world.device).train()
+        if config.train.compile:
+            for layer in self._decoder.model.layers:
+                layer.compile()
+        self._ranks = parallelize(
+            LanguageModelLoss(self._decoder),
+            layers=self._decoder.model.layers,
+            layout=self.layout,
+            mesh=self.layout.mesh(world.device.type),
+            precision=config.train.precision,
+        )
+        self._optimizer = build_optimizer(config.optimizer, self._ranks, self._decoder)
+
+    def train_step(self) -> StepResult:
+        """Runs one optimizer step. Raises `ShardlineError`, before the weights change, if loss or gradients aren't finite."""
+        config, started = self._config, time.perf_counter()
+        micro_batches = list(self._micro_batches())
+        counts = torch.tensor([float(sum(int((m.targets_BT != IGNORED).sum()) for m in micro_batches))])
+        num_tokens = self._world.sum(counts).item()
+        data_wait_s = time.perf_counter() - started
+        if not num_tokens:
+            raise ShardlineError(f"Step {self.step} holds no token to learn from; check data.source.")
+        loss_sum = torch.zeros(1)
+        for index, batch in enumerate(micro_batches):
+            with self._ranks.micro_batch(last=index == len(micro_batches) - 1):
+                part = self._ranks.module(*self._to_device(batch))
+            # Every layout averages gradients over its ranks; the loss is a sum over them.
+            (part * (self._ranks.num_ranks / num_tokens)).backward()
+            loss_sum += part.detach().cpu()
+        loss = (self._world.sum(loss_sum) / num_tokens).item()
+        grad_norm = clip_gradients(self._decoder.parameters(), max_norm=config.optimizer.clip)
+        self._require_finite(loss, grad_norm)
+        rate = learning_rate(config.optimizer, step=self.step, steps=config.train.steps)
+        set_learning_rate(self._optimizer, rate)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self.step += 1
+        return StepResult(
+            step=self.step,
+            loss=loss,
+            num_tokens=int(num_tokens),
+            grad_norm=grad_norm,
+            learning_rate=rate,
+            data_wait_s=data_wait_s,
+        )
+
+    @torch.no_grad()
+    def evaluate(self) -> float | None:
+        """Returns the mean loss over the first `train.eval_rows` held-out rows, or None where nothing is held out."""
+        if self._heldout is None or self._heldout.num_rows == 0:
+            return None
+        num_rows = min(self._config.train.eval_rows, self._heldout.num_rows)
+        totals = torch.zeros(2, dtype=torch.float64)
+        self._decoder.eval()
+        with self._ranks.evaluation():
+            for batch in self._heldout_batches(num_rows):
+                totals[0] += self._ranks.module(*self._to_device(batch)).cpu()
+                totals[1] += int((batch.targets_BT != IGNORED).sum())
+        self._decoder.train()
+        loss_sum, num_tokens = self._world.sum(totals).tolist()
+        return loss_sum / num_tokens if num_tokens else None
+
+    def state(self) -> dict[str, Tensor]:
+        """Returns the tensors that a checkpoint holds, under names that no layout changes: live ones, to save or fill.
+
+        A rank returns what it holds: its shards under ZeRO-2 and 3, its own parameters' optimizer state under ZeRO-1.
+        """
+        names = {parameter: name for name, parameter in self._decoder.named_parameters()}
+        state: dict[str, Tensor] = {f"model.{name}": parameter.detach() for parameter, name in names.items()}
+        for parameter, values in owned_state(self._optimizer).items():
+            for key, value in values.items():
+                state[f"optimizer.{names[parameter]}.{key}"] = value
+        return state
+
+    def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields (name, whole tensor on the CPU) one at a time; every rank must go through all of them."""
+        for name, parameter in self._decoder.named_parameters():
+            yield name, full_tensor(parameter)
+
+    def _micro_batches(self) -> Iterator[Batch]:
+        """This rank's share of the step's rows: micro-batch m of rank r is the (m * ranks + r)-th piece."""
+        train = self._config.train
+        rows = sample_rows(
+            self.step, global_batch=train.global_batch, num_rows=self._rows.num_rows, seed=train.seed
+        )
+        size, ranks = train.micro_batch, self.layout.data
+        for index in range(self._num_micro_batches):
+            start = (index * ranks + self._world.rank) * size
+            yield self._rows.batch(rows[start : start + size])
+
+    def _heldout_batches(self, num_rows: int) -> Iterator[Batch]:
+        """Equally many batches on every rank, since sharded layouts gather together; what pads them has no targets."""
+        assert self._heldout is not None
+        size, ranks = self._config.train.micro_batch, self.layout.data
+        for start in range(0, num_rows, size * ranks):
+            wanted = np.arange(start + self._world.rank * size, start + (self._world.rank + 1) * size)
+            batch = self._heldout.batch(np.minimum(wanted, num_rows - 1))
+            batch.targets_BT[wanted >= num_rows] = IGNORED
+            yield batch
+
+    def _to_device(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        arrays = (batch.tokens_BT, batch.targets_BT, batch.documents_BT, batch.positions_BT)
+        tokens, targets, documents, positions = (torch.from_numpy(array).to(self._world.device) for array in arrays)
+        return tokens, targets, documents, positions
+
+    def _require_finite(self, loss: float, grad_norm: float) -> None:
+        if math.isfinite(loss) and math.isfinite(grad_norm):
+            return
+        raise ShardlineError(
+            f"Step {self.step + 1}: the loss is {loss} and the gradient norm {grad_norm}; training stopped before the "
+            "weights changed. Resume from the last checkpoint with a lower optimizer.lr, a longer warm-up or a lower "
+            "optimizer.clip, and look at the rows of this step."
+        )

@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from training.workers import Workers
+
+from shardline.config import DataConfig, OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
+
+
+@pytest.fixture(scope="session")
+def workers() -> Iterator[Workers]:
+    pool = Workers(4)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Real text of very uneven lengths: the standard library's json package, and a few one-line files."""
+    folder = tmp_path_factory.mktemp("corpus")
+    for path in Path(json.__file__).parent.glob("*.py"):
+        shutil.copy(path, folder)
+    for index in range(40):
+        (folder / f"short{index:02d}.txt").write_text("a line of text\n" * (1 + index % 5))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="session")
+def base_config(corpus: Path) -> RunConfig:
+    return RunConfig(
+        data=DataConfig(source=str(corpus), sequence_length=64, heldout_fraction=0.1),
+        train=TrainConfig(steps=20, global_batch=16, micro_batch=4, eval_rows=5),
+        optimizer=OptimizerConfig(lr=3e-3, warmup_steps=4),
+        parallel=ParallelConfig(),
+    )
+
+
+def with_layout(config: RunConfig, *, zero: int, micro_batch: int, steps: int | None = None) -> RunConfig:
+    train = dataclasses.replace(config.train, micro_batch=micro_batch, steps=steps or config.train.steps)
+    return dataclasses.replace(config, train=train, parallel=dataclasses.replace(config.parallel, zero=zero))

@@ -1,0 +1,75 @@
+"""What the workers run: whole small trainings, returning plain numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from shardline.config import RunConfig
+from shardline.models.config import DecoderConfig, RopeConfig
+from shardline.models.decoder import Decoder
+from shardline.parallel.data import full_tensor
+from shardline.parallel.world import World
+from shardline.text.dataset import prepare_dataset
+from shardline.text.tokenizer import byte_tokenizer
+from shardline.training.trainer import Trainer
+
+
+def small_model(*, tied: bool = True) -> DecoderConfig:
+    return DecoderConfig(
+        vocab_size=320,
+        hidden_size=48,
+        intermediate_size=96,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=12,
+        max_position_embeddings=256,
+        rope=RopeConfig(theta=10000.0),
+        tie_word_embeddings=tied,
+    )
+
+
+def make_trainer(world: World, config: RunConfig, cache: Path, *, tied: bool = True) -> Trainer:
+    decoder = Decoder(small_model(tied=tied))
+    decoder.initialize(seed=config.train.seed)
+    rows, heldout = prepare_dataset(config.data, byte_tokenizer(), cache_dir=cache)
+    return Trainer(config=config, world=world, decoder=decoder, rows=rows, heldout=heldout)
+
+
+def losses(world: World, config: RunConfig, cache: Path, tied: bool) -> dict[str, list[float]]:
+    """Trains train.steps steps; returns losses, gradient norms and the evaluations before and after."""
+    trainer = make_trainer(world, config, cache, tied=tied)
+    before = trainer.evaluate()
+    steps = [trainer.train_step() for _ in range(config.train.steps)]
+    return {
+        "loss": [step.loss for step in steps],
+        "grad_norm": [step.grad_norm for step in steps],
+        "num_tokens": [float(step.num_tokens) for step in steps],
+        "heldout": [before, trainer.evaluate()],
+    }
+
+
+def first_gradients(world: World, config: RunConfig, cache: Path, tied: bool) -> dict[str, np.ndarray]:
+    """Returns every parameter's gradient of the first step, whole, as the optimizer sees it."""
+    trainer = make_trainer(world, config, cache, tied=tied)
+    gradients: dict[str, np.ndarray] = {}
+
+    def record(*_: object) -> None:
+        for name, parameter in trainer._decoder.named_parameters():
+            gradients[name] = full_tensor(parameter.grad).numpy().copy()
+
+    trainer._optimizer.register_step_pre_hook(record)
+    trainer.train_step()
+    return gradients
+
+
+def max_weight_difference(world: World, config: RunConfig, cache: Path) -> float:
+    """Trains, and returns how far any two ranks' weights are apart afterwards."""
+    trainer = make_trainer(world, config, cache)
+    for _ in range(config.train.steps):
+        trainer.train_step()
+    flat = torch.cat([tensor.flatten() for _, tensor in trainer.full_parameters()])
+    return (world.max(flat) + world.max(-flat)).abs().max().item()
