@@ -84,7 +84,8 @@ class GgufFile:
         architecture = self._get("general.architecture", str, default="none")
         if architecture not in _FAMILIES:
             raise UsageError(
-                f"{self.path} holds the architecture {architecture!r}; from GGUF Shardline reads {', '.join(_FAMILIES)}."
+                f"{self.path} holds the architecture {architecture!r}; those that can be read from GGUF are "
+                f"{', '.join(_FAMILIES)}."
             )
         self.architecture: str = architecture
 
@@ -185,7 +186,7 @@ class GgufFile:
         if divisors.shape != expected.shape or not np.allclose(divisors, expected, rtol=1e-4):
             raise UsageError(
                 f"{self.path}: the divisors in {_ROPE_DIVISORS} are not those of Llama 3's rope with low_freq_factor "
-                "1, high_freq_factor 4 and 8192 original positions; convert from the model's Hugging Face folder instead."
+                "1, high_freq_factor 4 and 8192 original positions; start from the model's Hugging Face folder instead."
             )
         return {"rope_type": "llama3", **scaling}
 

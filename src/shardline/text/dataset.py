@@ -13,18 +13,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
-import socket
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 
 from shardline.config import DataConfig
+from shardline.config.cache import scratch_folder
 from shardline.config.errors import ShardlineError, UsageError
 from shardline.text.chats import encode_chat_for_training
 from shardline.text.packing import TokenizedDocument, pack
@@ -53,8 +50,9 @@ def prepare_dataset(
     key = _cache_key(source, data, tokenizer)
     entry = cache_dir / "datasets" / key
     if not _is_complete(entry):
-        _remove_leftovers(entry)
-        _build(entry, source, data, tokenizer, progress or (lambda fraction: None))
+        with scratch_folder(entry) as scratch:
+            _build(scratch, source, data, tokenizer, progress or (lambda fraction: None))
+            _publish(scratch, entry)
     elif progress:
         progress(1.0)
     summary = _read_summary(entry)
@@ -66,40 +64,34 @@ def prepare_dataset(
     return train, heldout
 
 
-def _build(entry: Path, source: Source, data: DataConfig, tokenizer: Tokenizer, progress: Progress) -> None:
+def _build(scratch: Path, source: Source, data: DataConfig, tokenizer: Tokenizer, progress: Progress) -> None:
     keys = np.array([document.split_key() for document in source.documents()], dtype=np.uint64)
     heldout_below = _threshold(keys, data)
-    entry.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=f".{entry.name}.{socket.gethostname()}.{os.getpid()}.", dir=entry.parent))
-    try:
-        done = 0
-        summary: dict[str, Any] = {"source": source.description, "skipped": source.skipped, "splits": {}}
-        for split in _SPLITS:
-            writer = RowWriter(work / split, sequence_length=data.sequence_length)
-            documents = (d for d in source.documents() if (d.split_key() < heldout_below) == (split == "heldout"))
-            num_documents = 0
+    done = 0
+    summary: dict[str, Any] = {"source": source.description, "skipped": source.skipped, "splits": {}}
+    for split in _SPLITS:
+        writer = RowWriter(scratch / split, sequence_length=data.sequence_length)
+        documents = (d for d in source.documents() if (d.split_key() < heldout_below) == (split == "heldout"))
+        num_documents = 0
 
-            def report(count: int) -> None:
-                nonlocal done, num_documents
-                done, num_documents = done + count, num_documents + count
-                progress(done / len(keys))
+        def report(count: int) -> None:
+            nonlocal done, num_documents
+            done, num_documents = done + count, num_documents + count
+            progress(done / len(keys))
 
-            for rows in pack(_tokenize(documents, tokenizer, report), sequence_length=data.sequence_length):
-                writer.append(rows)
-            writer.close()
-            summary["splits"][split] = {
-                "documents": num_documents,
-                "rows": writer.num_rows,
-                "tokens": writer.num_tokens,
-                "targets": writer.num_targets,
-                "size_bytes": {path.name: path.stat().st_size for path in sorted((work / split).iterdir())},
-            }
-        if not summary["splits"]["train"]["rows"]:
-            raise UsageError(f"Nothing can be learnt from {source.description}: no document has two tokens.")
-        (work / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
-        _publish(work, entry)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
+        for rows in pack(_tokenize(documents, tokenizer, report), sequence_length=data.sequence_length):
+            writer.append(rows)
+        writer.close()
+        summary["splits"][split] = {
+            "documents": num_documents,
+            "rows": writer.num_rows,
+            "tokens": writer.num_tokens,
+            "targets": writer.num_targets,
+            "size_bytes": {path.name: path.stat().st_size for path in sorted((scratch / split).iterdir())},
+        }
+    if not summary["splits"]["train"]["rows"]:
+        raise UsageError(f"Nothing can be learnt from {source.description}: no document has two tokens.")
+    (scratch / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
 
 
 def _threshold(keys: np.ndarray, data: DataConfig) -> int:
@@ -184,20 +176,11 @@ def _is_complete(entry: Path) -> bool:
     return True
 
 
-def _publish(work: Path, entry: Path) -> None:
+def _publish(scratch: Path, entry: Path) -> None:
     try:
-        os.rename(work, entry)
+        scratch.rename(entry)
     except OSError:
         if _is_complete(entry):  # another process was faster; its rows are the same
             return
         shutil.rmtree(entry, ignore_errors=True)
-        os.rename(work, entry)
-
-
-def _remove_leftovers(entry: Path) -> None:
-    """Deletes the unfinished work of processes of this machine that are gone."""
-    prefix = f".{entry.name}.{socket.gethostname()}."
-    for path in entry.parent.glob(f"{prefix}*"):
-        pid = path.name.removeprefix(prefix).partition(".")[0]
-        if pid.isdecimal() and not psutil.pid_exists(int(pid)):
-            shutil.rmtree(path, ignore_errors=True)
+        scratch.rename(entry)
