@@ -70,7 +70,6 @@ def _build(scratch: Path, source: Source, data: DataConfig, tokenizer: Tokenizer
     done = 0
     summary: dict[str, Any] = {"source": source.description, "skipped": source.skipped, "splits": {}}
     for split in _SPLITS:
-        writer = RowWriter(scratch / split, sequence_length=data.sequence_length)
         documents = (d for d in source.documents() if (d.split_key() < heldout_below) == (split == "heldout"))
         num_documents = 0
 
@@ -79,9 +78,9 @@ def _build(scratch: Path, source: Source, data: DataConfig, tokenizer: Tokenizer
             done, num_documents = done + count, num_documents + count
             progress(done / len(keys))
 
-        for rows in pack(_tokenize(documents, tokenizer, report), sequence_length=data.sequence_length):
-            writer.append(rows)
-        writer.close()
+        with RowWriter(scratch / split, sequence_length=data.sequence_length) as writer:
+            for rows in pack(_tokenize(documents, tokenizer, report), sequence_length=data.sequence_length):
+                writer.append(rows)
         summary["splits"][split] = {
             "documents": num_documents,
             "rows": writer.num_rows,

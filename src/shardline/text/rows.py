@@ -51,7 +51,7 @@ class PackedDataset:
 
 
 class RowWriter:
-    """Writes blocks of rows to a folder. The number of rows is known, and put in the headers, at `close`."""
+    """Writes blocks of rows to a new folder, inside a `with` block; its end puts the number of rows in the headers."""
 
     def __init__(self, folder: Path, *, sequence_length: int) -> None:
         folder.mkdir()
@@ -68,7 +68,10 @@ class RowWriter:
         self.num_tokens += int((rows.documents_RT >= 0).sum())
         self.num_targets += int((rows.targets_RT >= 0).sum())
 
-    def close(self) -> None:
+    def __enter__(self) -> RowWriter:
+        return self
+
+    def __exit__(self, *error: object) -> None:
         self._write_headers()
         for file in self._files:
             file.close()
