@@ -1,7 +1,7 @@
 """The command line: `shardline VERB ...`. It knows the verbs' names; each verb's module knows the rest.
 
-A verb's module has `add_arguments(parser)` and `run(args) -> dict`; with `TAKES_OVERRIDES = True` the words that
-its parser does not know arrive in `args.overrides` (`--section.field VALUE`). `main` prints that dict as one JSON
+A verb's module has `add_arguments(parser)` and `run(args) -> dict | None`; with `TAKES_OVERRIDES = True` the words that
+its parser does not know arrive in `args.overrides` (`--section.field VALUE`). `args.words` are all words, as typed. `main` prints that dict as one JSON
 object on standard output under `--json`, and turns errors into one sentence and an exit code:
 0 done, 1 failed, 2 bad usage, 3 infeasible.
 """
@@ -54,10 +54,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else on standard output")
     module.add_arguments(parser)
+    overrides: list[str] = []
+    if getattr(module, "TAKES_OVERRIDES", False):
+        from shardline.cli.overrides import describe_overrides, split_overrides
+
+        rest, overrides = split_overrides(rest)
+        parser.epilog = describe_overrides()
     try:
-        args, args.overrides = parser.parse_known_args(rest)
-        if args.overrides and not getattr(module, "TAKES_OVERRIDES", False):
-            parser.error(f"unrecognized arguments: {' '.join(args.overrides)}")
+        args = parser.parse_args(rest, argparse.Namespace(words=words, overrides=overrides))
     except SystemExit as stop:
         return int(stop.code or 0)
     return _run(verb, module, args)
@@ -77,9 +81,9 @@ def _run(verb: str, module: object, args: argparse.Namespace) -> int:
     except BrokenPipeError:  # `shardline ... | head` closed our output; that is not an error of ours
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    if args.json:
+    if args.json and result:  # `serve` has printed its object when it was ready
         print(json.dumps(result))
-    return int(result.get("exit_code", 0))  # a verb whose answer is "no" still gives all its facts
+    return int((result or {}).get("exit_code", 0))  # a verb whose answer is "no" still gives all its facts
 
 
 def _usage() -> str:

@@ -46,6 +46,7 @@ class ModelConfig:
 
     preset: str = _field("tiny", "named architecture, trained from scratch; `shardline plan` lists them")
     path: str | None = _field(None, "Hugging Face folder to start from instead of a preset")
+    tokenizer: str | None = _field(None, "folder of the tokenizer; null takes that of path, or bytes for a preset")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -61,7 +61,7 @@ class Decoder(nn.Module):
         self._rope = Rope(config.rope, head_dim=config.head_dim, max_position_embeddings=config.max_position_embeddings)
 
     def forward(self, tokens_BT: Tensor, *, positions_BT: Tensor, attention: Attention) -> Tensor:
-        """Returns logits_BTV in the parameters' dtype. `positions_BT` are integers, counted from each document's start."""
+        """Returns logits_BTV in the parameters' dtype; `positions_BT` are integers from each document's start."""
         return self.head(self.hidden_states(tokens_BT, positions_BT=positions_BT, attention=attention))
 
     def hidden_states(self, tokens_BT: Tensor, *, positions_BT: Tensor, attention: Attention) -> Tensor:

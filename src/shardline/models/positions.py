@@ -16,7 +16,7 @@ __all__ = ["Rope", "inverse_frequencies", "rotate"]
 
 
 class Rope:
-    """Turns positions into cos and sin; holds no parameters and no buffers, so that no checkpoint or shard can lose it."""
+    """Turns positions into cos and sin; holds no parameters and no buffers that a checkpoint or shard could lose."""
 
     def __init__(self, rope: RopeConfig, *, head_dim: int, max_position_embeddings: int) -> None:
         self._rope = rope

@@ -21,6 +21,7 @@ __all__ = ["follow_launcher", "launch"]
 
 _LAUNCHER = "SHARDLINE_LAUNCHER_PID"
 _GRACE_S = 10.0
+_SAME_REASON_S = 0.5
 
 
 def launch(command: Sequence[str], *, num_processes: int, log_dir: Path) -> int:
@@ -43,7 +44,7 @@ def launch(command: Sequence[str], *, num_processes: int, log_dir: Path) -> int:
         stack.callback(_stop, ranks)
         stack.enter_context(_forward(signal.SIGTERM, ranks))
         for rank in range(num_processes):
-            output = None if rank == 0 else stack.enter_context(_log(log_dir, rank).open("wb"))
+            output = None if rank == 0 else stack.enter_context(_log(log_dir, rank).open("ab"))
             ranks.append(
                 subprocess.Popen(
                     [sys.executable, "-m", "shardline", *command],
@@ -79,16 +80,20 @@ def follow_launcher() -> None:
 
 
 def _log(log_dir: Path, rank: int) -> Path:
-    return log_dir / f"rank-{rank}.out"
+    return log_dir / f"rank-{rank}.log"
 
 
 def _wait(ranks: list[subprocess.Popen[bytes]]) -> int | None:
-    """Returns the first rank that failed, or None when all succeeded."""
+    """Returns the first rank that failed, or None when all succeeded.
+
+    When all ranks stop for the same reason, rank 0 is the one to name: it has told the user already.
+    """
     while True:
         codes = [process.poll() for process in ranks]
         failed = [rank for rank, code in enumerate(codes) if code]
         if failed:
-            return failed[0]
+            time.sleep(_SAME_REASON_S)
+            return 0 if ranks[0].poll() else failed[0]
         if all(code == 0 for code in codes):
             return None
         time.sleep(0.05)

@@ -9,18 +9,21 @@ The group is `gloo` on CPU and `cpu:gloo,cuda:nccl` on CUDA, so that tensors on 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardline.config import UsageError
+from shardline.config import ShardlineError, UsageError
 
 __all__ = ["World", "read_environment", "start_world"]
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +48,22 @@ class World:
     def barrier(self) -> None:
         """Waits for every rank."""
         self.sum(torch.zeros(1))
+
+    def first(self, act: Callable[[], Result]) -> Result:
+        """Runs `act` on rank 0 alone and returns what it returned on every rank; its `ShardlineError` is raised on all.
+
+        For what one process must do while the others wait, such as writing files: none hangs when it fails.
+        """
+        answer: list[Any] = [None, None]
+        if self.is_first:
+            try:
+                answer[0] = act()
+            except ShardlineError as error:
+                answer[1] = error
+        dist.broadcast_object_list(answer, src=0)
+        if answer[1] is not None:
+            raise answer[1]
+        return answer[0]
 
     def _reduce(self, values: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
         total = values.detach().clone()

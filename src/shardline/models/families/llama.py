@@ -47,8 +47,8 @@ def _read(raw: dict[str, Any]) -> DecoderConfig:
     if head_dim is None:
         if hidden_size % num_heads:
             raise UsageError(
-                f"config.json: hidden_size = {hidden_size} is not a multiple of num_attention_heads = {num_heads}, and no "
-                "head_dim is given."
+                f"config.json: hidden_size = {hidden_size} is not a multiple of num_attention_heads = {num_heads}, "
+                "and no head_dim is given."
             )
         head_dim = 128 if model_type == "qwen3" else hidden_size // num_heads
     attention_bias = bool(raw.get("attention_bias", False))

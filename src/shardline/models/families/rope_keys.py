@@ -85,8 +85,8 @@ def _parse(keys: dict[str, Any], default_theta: float) -> RopeConfig:
     unknown = sorted(key for key, value in keys.items() if key not in known and value is not None)
     if unknown:
         raise UsageError(
-            f"config.json: the rope has the field {unknown[0]!r} = {keys[unknown[0]]!r}, which changes the positions and "
-            "is not understood; remove it only if the model was trained without it."
+            f"config.json: the rope has the field {unknown[0]!r} = {keys[unknown[0]]!r}, which changes the positions "
+            "and is not understood; remove it only if the model was trained without it."
         )
     values = {name: keys[name] for name in _USED[kind] if keys.get(name) is not None}
     return RopeConfig(theta=float(keys.get("rope_theta", default_theta)), kind=kind, **values)

@@ -1,0 +1,64 @@
+"""Train a model from a YAML config, in this process, over local processes, or under torchrun or srun.
+
+    shardline train                                        # the tiny preset on the standard library
+    shardline train run.yaml --nproc 2 --parallel.zero 2   # two local processes
+    shardline train run.yaml --resume                      # continue after a stop or a kill
+    torchrun --nproc-per-node 2 -m shardline train run.yaml
+
+Every key of the config can be set as --section.field VALUE; `shardline config show` lists them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from shardline.cli.console import make_console
+from shardline.config import UsageError, load_config
+
+TAKES_OVERRIDES = True
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", nargs="?", help="YAML config; without it the defaults")
+    parser.add_argument("--nproc", type=int, help="start this many processes on this machine")
+    parser.add_argument("--resume", action="store_true", help="continue the run from its newest checkpoint")
+    parser.add_argument("--ignore-plan", action="store_true", help="start even if the plan says that it won't fit")
+
+
+def run(args: argparse.Namespace) -> dict[str, Any] | None:
+    config = load_config(args.file, args.overrides)
+    launched = "WORLD_SIZE" in os.environ
+    if args.nproc is not None and not launched:
+        if args.nproc < 1:
+            raise UsageError(f"--nproc {args.nproc} must be at least 1.")
+        from shardline.parallel.grid import Layout
+        from shardline.parallel.launch import launch
+
+        Layout.resolve(config.parallel, world_size=args.nproc).accumulation(config.train)
+        code = launch(args.words, num_processes=args.nproc, log_dir=Path(config.run) / "logs")
+        if code:
+            sys.exit(code)
+        return None  # rank 0 has printed the result
+    return _train(args, config)
+
+
+def _train(args: argparse.Namespace, config: Any) -> dict[str, Any] | None:
+    from shardline.parallel.launch import follow_launcher
+    from shardline.parallel.world import start_world
+    from shardline.training.run import train
+
+    follow_launcher()
+    console = make_console(json_mode=args.json)
+    with start_world() as world:
+        result = train(
+            config, world=world, console=console, resume=args.resume, require_fit=not args.ignore_plan
+        )
+    if not world.is_first:
+        return None
+    console.print(f"model: {result.model}\nreport: {result.report}")
+    return dataclasses.asdict(result)

@@ -1,0 +1,310 @@
+"""A whole run: plan, data, model, loop, checkpoints, metrics. Every rank calls `train`; rank 0 writes and prints.
+
+    with start_world() as world:
+        result = train(config, world=world, console=console, resume=False)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch
+
+from shardline.checkpoints.huggingface import load_decoder, read_config, read_generation_config, save_folder
+from shardline.checkpoints.native import Checkpoint, load_state, prune, save_checkpoint
+from shardline.config import RunConfig, UsageError
+from shardline.config.cache import cache_dir
+from shardline.hardware.memory import peak_rss_bytes
+from shardline.hardware.peak import measure_matmul_flops
+from shardline.hardware.probe import probe
+from shardline.models.config import DecoderConfig
+from shardline.models.decoder import Decoder
+from shardline.models.presets import preset
+from shardline.parallel.grid import Layout
+from shardline.parallel.world import World
+from shardline.planning.flops import training_flops_per_token, utilisation
+from shardline.planning.search import make_plan
+from shardline.text.dataset import prepare_dataset
+from shardline.text.rows import PackedDataset
+from shardline.text.tokenizer import Tokenizer, byte_tokenizer
+from shardline.training.progress import Progress
+from shardline.training.report import write_report
+from shardline.training.run_directory import RunDirectory, open_log
+from shardline.training.trainer import StepResult, Trainer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["TrainResult", "model_config", "train"]
+
+_GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainResult:
+    """What a run ended with. Losses are mean nats a token; memory is the fattest process's peak."""
+
+    run: str
+    step: int
+    loss: float | None
+    heldout_loss_before: float | None
+    heldout_loss_after: float | None
+    predicted_memory_gib: float
+    measured_memory_gib: float
+    checkpoint: str | None
+    model: str | None
+    report: str
+
+
+def model_config(config: RunConfig) -> DecoderConfig:
+    """Returns the architecture that a config trains: its folder's, or its preset's."""
+    return read_config(config.model.path) if config.model.path else preset(config.model.preset)
+
+
+def train(
+    config: RunConfig,
+    *,
+    world: World,
+    console: Console,
+    resume: bool = False,
+    require_fit: bool = True,
+) -> TrainResult:
+    """Trains `config` to its last step and returns how it ended, the same on every rank.
+
+    Raises `InfeasibleError` before anything is allocated when the plan says that the layout does not fit, unless
+    `require_fit` is False.
+    """
+    run = RunDirectory(config.run)
+    architecture = model_config(config)
+    _require_context(config, architecture)
+    Layout.resolve(config.parallel, world_size=world.size).accumulation(config.train)
+    checkpoint = world.first(lambda: run.open(config, resume=resume))
+    log = open_log(run, rank=world.rank)
+    log.info("rank %d of %d starts, process %d", world.rank, world.size, os.getpid())
+    progress = Progress(console, steps=config.train.steps)
+    plan = world.first(lambda: _plan(config, architecture, world, run, require_fit=require_fit))
+    try:
+        loop = _Loop(config, world, run, checkpoint, progress, architecture)
+        return loop.run(predicted_memory_gib=plan)
+    except BaseException:
+        log.exception("rank %d stops", world.rank)
+        raise
+
+
+class _Loop:
+    """The objects of a running training, and the order in which they are used."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        world: World,
+        run: RunDirectory,
+        checkpoint: Checkpoint | None,
+        progress: Progress,
+        architecture: DecoderConfig,
+    ) -> None:
+        self._config, self._world, self._run, self._progress = config, world, run, progress
+        self._checkpoint = checkpoint
+        self._tokenizer = _load_tokenizer(config, architecture)
+        rows, heldout = self._load_data()
+        decoder = _build_decoder(config, architecture)
+        self._model_config = dataclasses.replace(decoder.config, **_special_ids(decoder.config, self._tokenizer))
+        self._generation = read_generation_config(config.model.path) if config.model.path else {}
+        self._trainer = Trainer(config=config, world=world, decoder=decoder, rows=rows, heldout=heldout)
+        self._before: float | None = None
+        if checkpoint is not None:
+            load_state(checkpoint, self._trainer.state())
+            self._trainer.step = checkpoint.step
+            self._before = checkpoint.read_manifest()["heldout_loss_before"]
+            self._say(f"resumed from {checkpoint.path}")
+        self._flops_per_token = training_flops_per_token(decoder.config, sequence_length=config.data.sequence_length)
+        self._peak_flops = self._measure_peak()
+
+    def run(self, *, predicted_memory_gib: float) -> TrainResult:
+        config, trainer = self._config, self._trainer
+        heldout = self._evaluate()
+        if self._before is None:
+            self._before = heldout
+        row: dict[str, Any] = {}
+        while trainer.step < config.train.steps:
+            started = time.perf_counter()
+            result = trainer.train_step()
+            step_s = time.perf_counter() - started
+            last = trainer.step == config.train.steps
+            if last or _due(trainer.step, config.train.eval_every):
+                heldout = self._evaluate()
+            row = self._row(result, step_s=step_s, heldout=heldout)
+            if self._world.is_first:
+                self._run.append_metrics(row)
+                self._progress.step(row)
+            if last or _due(trainer.step, config.checkpoint.every):
+                self._save()
+        measured = self._peak_memory_gib()
+        report = self._world.first(lambda: write_report(self._run.path))
+        return TrainResult(
+            run=str(self._run.path),
+            step=trainer.step,
+            loss=row.get("loss"),
+            heldout_loss_before=self._before,
+            heldout_loss_after=heldout,
+            predicted_memory_gib=predicted_memory_gib,
+            measured_memory_gib=measured,
+            checkpoint=str(self._checkpoint.path) if self._checkpoint else None,
+            model=str(self._checkpoint.model_folder) if self._checkpoint else None,
+            report=str(report),
+        )
+
+    def _load_data(self) -> tuple[PackedDataset, PackedDataset]:
+        """Rank 0 tokenises (or finds it done), then all ranks map the same files."""
+        shown = -1
+
+        def report(fraction: float) -> None:
+            nonlocal shown
+            tenth = int(fraction * 10)
+            if tenth > shown and fraction < 1:
+                shown = tenth
+                self._say(f"tokenizing {self._config.data.source}: {fraction:.0%}")
+
+        def prepare() -> tuple[int, int]:
+            rows, heldout = prepare_dataset(
+                self._config.data, self._tokenizer, cache_dir=cache_dir(), progress=report
+            )
+            return rows.num_rows, heldout.num_rows
+
+        num_rows, num_heldout = self._world.first(prepare)
+        self._say(
+            f"data: {num_rows:,} rows of {self._config.data.sequence_length} tokens to train on, {num_heldout:,} held out"
+        )
+        return prepare_dataset(self._config.data, self._tokenizer, cache_dir=cache_dir())
+
+    def _evaluate(self) -> float | None:
+        loss = self._trainer.evaluate()
+        if loss is not None:
+            self._say(f"held-out loss at step {self._trainer.step}: {loss:.4f}")
+        return loss
+
+    def _save(self) -> None:
+        """Publishes a checkpoint, refreshes the report, then drops what is too old."""
+        started = time.perf_counter()
+        facts = {
+            "config": msgspec.to_builtins(self._config),
+            "layout": str(self._trainer.layout),
+            "heldout_loss_before": self._before,
+        }
+        self._checkpoint = save_checkpoint(
+            self._run.checkpoints,
+            step=self._trainer.step,
+            state=self._trainer.state(),
+            write_model=self._write_model,
+            facts=facts,
+            world=self._world,
+        )
+        self._say(f"saved {self._checkpoint.path} in {time.perf_counter() - started:.1f}s")
+        if self._world.is_first:
+            prune(self._run.checkpoints, keep_last=self._config.checkpoint.keep_last)
+            write_report(self._run.path)
+
+    def _write_model(self, folder: Path) -> None:
+        tensors = {}
+        for name, tensor in self._trainer.full_parameters():
+            if self._world.is_first:
+                tensors[name] = tensor
+        if self._world.is_first:
+            save_folder(
+                folder,
+                config=self._model_config,
+                tensors=tensors,
+                tokenizer=self._tokenizer,
+                generation_config=self._generation,
+            )
+
+    def _row(self, result: StepResult, *, step_s: float, heldout: float | None) -> dict[str, Any]:
+        tokens = self._config.train.global_batch * self._config.data.sequence_length
+        tokens_per_s = tokens / step_s
+        return {
+            "step": result.step,
+            "tokens": result.step * tokens,
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "learning_rate": result.learning_rate,
+            "tokens_per_s": tokens_per_s,
+            "mfu": utilisation(self._flops_per_token, tokens_per_s=tokens_per_s, peak_flops=self._peak_flops),
+            "memory_gib": self._peak_memory_gib(),
+            "step_s": step_s,
+            "data_wait_s": result.data_wait_s,
+            "heldout_loss": heldout,
+        }
+
+    def _peak_memory_gib(self) -> float:
+        """The peak of the fattest rank so far: resident memory on a CPU, the allocator's on a GPU."""
+        peak = peak_rss_bytes()
+        if self._world.device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated(self._world.device)
+        return self._world.max(torch.tensor([float(peak)], dtype=torch.float64)).item() / _GIB
+
+    def _measure_peak(self) -> float | None:
+        """All ranks at once, since they share the machine's memory and power when they train."""
+        dtype = "bfloat16" if self._config.train.precision == "bf16" else "float32"
+        peak = measure_matmul_flops(dtype, seconds=0.2, device=self._world.device.type)
+        total = self._world.sum(torch.tensor([math.nan if peak is None else peak], dtype=torch.float64)).item()
+        return None if math.isnan(total) else total
+
+    def _say(self, text: str) -> None:
+        if self._world.is_first:
+            self._progress.say(text)
+
+
+def _plan(
+    config: RunConfig, architecture: DecoderConfig, world: World, run: RunDirectory, *, require_fit: bool
+) -> float:
+    """Writes plan.json and returns the memory predicted for the fattest process, in GiB."""
+    plan = make_plan(architecture, config, num_processes=world.size, machine=probe(folder=config.run))
+    run.write_plan(plan.to_json())
+    if require_fit:
+        plan.require()
+    return plan.configured.prediction.total_bytes / _GIB
+
+
+def _load_tokenizer(config: RunConfig, architecture: DecoderConfig) -> Tokenizer:
+    folder = config.model.tokenizer or config.model.path
+    tokenizer = Tokenizer.load(folder) if folder else byte_tokenizer()
+    if tokenizer.vocab_size > architecture.vocab_size:
+        raise UsageError(
+            f"The tokenizer has {tokenizer.vocab_size} tokens, but the model only {architecture.vocab_size} embeddings; "
+            "set model.tokenizer to the folder whose tokenizer belongs to this model."
+        )
+    return tokenizer
+
+
+def _build_decoder(config: RunConfig, architecture: DecoderConfig) -> Decoder:
+    if config.model.path:
+        return load_decoder(config.model.path)
+    decoder = Decoder(architecture)
+    decoder.initialize(seed=config.train.seed)
+    return decoder
+
+
+def _special_ids(config: DecoderConfig, tokenizer: Tokenizer) -> dict[str, Any]:
+    """A model that starts here takes its tokenizer's special ids; one from a folder keeps its own."""
+    if config.raw:
+        return {}
+    return {"bos_token_id": tokenizer.bos_token_id, "eos_token_ids": tokenizer.eos_token_ids, "pad_token_id": None}
+
+
+def _require_context(config: RunConfig, architecture: DecoderConfig) -> None:
+    if config.data.sequence_length > architecture.max_position_embeddings:
+        raise UsageError(
+            f"data.sequence_length = {config.data.sequence_length} exceeds the model's context of "
+            f"{architecture.max_position_embeddings} tokens; lower it."
+        )
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
