@@ -50,8 +50,8 @@ class MemoryBudget:
     def lines(self) -> list[str]:
         """Returns the budget for people, one fact a line."""
         return [
-            f"weights    {self.weights_bytes / GIB:.2f} GiB",
-            f"kv cache   {self.kv_cache_bytes / GIB:.2f} GiB: {self.num_tokens:,} tokens of "
+            f"weights    {_size(self.weights_bytes)}",
+            f"kv cache   {_size(self.kv_cache_bytes)}: {self.num_tokens:,} tokens of "
             f"{self.bytes_per_token:,} bytes in {self.num_blocks:,} blocks of {self.block_size} "
             f"({self.num_blocks_reason})",
             f"context    {self.max_model_len:,} tokens ({self.max_model_len_reason})",
@@ -81,7 +81,7 @@ def make_budget(decoder: Decoder, config: EngineConfig) -> MemoryBudget:
         needed, room = max_model_len * bytes_per_token, num_blocks * config.block_size
         raise InfeasibleError(
             f"One request of --max-model-len {max_model_len} needs {max_model_len} tokens x {bytes_per_token:,} "
-            f"bytes = {needed / GIB:.3g} GiB of KV cache, but there is room for {room} tokens "
+            f"bytes = {_size(needed)} of KV cache, but there is room for {room} tokens "
             f"({num_blocks_reason}). Lower --max-model-len, raise --kv-cache-memory, or use --dtype bf16."
         )
     return MemoryBudget(
@@ -115,3 +115,7 @@ def _check(config: EngineConfig) -> None:
         if isinstance(value, int) and value < 1:
             flag = "kv-cache-memory" if field.name == "kv_cache_bytes" else field.name.replace("_", "-")
             raise UsageError(f"--{flag} {value} must be at least 1.")
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB else f"{num_bytes / 2**20:.1f} MiB"

@@ -95,9 +95,10 @@ class Engine:
 
     def step(self) -> list[RequestOutput]:
         """Computes one batch and returns what it added to each request."""
+        started_s = time.monotonic()
         self.last_schedule = self.scheduler.schedule()
         results = self.runner.run(self.last_schedule)
-        return self._take_in(results)
+        return self._take_in(results, started_s)
 
     def abandon_step(self) -> list[str]:
         """After a step that raised: drops the requests that were in it and returns their ids; the others go on."""
@@ -122,14 +123,14 @@ class Engine:
                     on_output(output)
         return list(answers.values())
 
-    def _take_in(self, results: list[tuple[Chunk, Sampled | None]]) -> list[RequestOutput]:
+    def _take_in(self, results: list[tuple[Chunk, Sampled | None]], started_s: float) -> list[RequestOutput]:
         now = time.monotonic()
         outputs = []
         for chunk, sampled in results:
             sequence = chunk.sequence
             self.scheduler.advance(chunk)
             if sequence.timeline.scheduled_s is None:
-                sequence.timeline.scheduled_s = now
+                sequence.timeline.scheduled_s = started_s
             if not chunk.samples:
                 continue
             output = self._new_output(sequence)
@@ -150,6 +151,7 @@ class Engine:
         params = sequence.request.sampling
         token = sampled.token_id
         sequence.token_ids.append(token)
+        output.num_output_tokens = sequence.num_output_tokens
         timeline = sequence.timeline
         if timeline.last_token_s is not None:
             timeline.gap_s = now - timeline.last_token_s

@@ -160,6 +160,7 @@ class RequestOutput:
 
     request_id: str
     num_prompt_tokens: int
+    num_output_tokens: int = 0  # so far
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -181,6 +182,7 @@ class RequestOutput:
         for item in fields(self):
             if item.name in ("text", "token_ids", "logprobs", "top_logprobs", "prompt_logprobs", "prompt_top_logprobs"):
                 setattr(self, item.name, getattr(self, item.name) + getattr(later, item.name))
+        self.num_output_tokens = later.num_output_tokens
         self.finish_reason = later.finish_reason
         self.stop_reason = later.stop_reason
         self.error = later.error

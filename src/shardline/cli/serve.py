@@ -1,0 +1,126 @@
+"""Serve a model folder over an OpenAI-compatible HTTP API, with a chat page at /.
+
+    shardline serve path/to/model
+    shardline serve path/to/model --port 0 --max-model-len 2048 --kv-cache-memory 2
+
+The folder is a Hugging Face folder, such as RUN/checkpoints/step-N/model. With --json, standard output gets one
+object once the server is ready: {"url": ..., "model": ..., ...}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from typing import TYPE_CHECKING, Any
+
+from shardline.cli.console import make_console
+
+if TYPE_CHECKING:
+    from shardline.serving.engine import EngineConfig
+
+GIB = 2**30
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", help="Hugging Face folder of the model")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1: this machine)")
+    parser.add_argument("--port", type=int, default=8000, help="port to listen on; 0 takes a free one (default 8000)")
+    parser.add_argument("--served-model-name", metavar="NAME", help="name for clients (default: the folder's name)")
+    parser.add_argument(
+        "--api-key", action="append", default=[], metavar="KEY", help="key that clients must send; may be repeated"
+    )
+    add_engine_arguments(parser)
+    parser.add_argument(
+        "--max-num-waiting",
+        type=int,
+        default=512,
+        help="requests that may wait before others are refused with 429 (default 512)",
+    )
+    parser.add_argument(
+        "--step-timeout", type=float, default=300.0, metavar="S", help="seconds before /health calls a step hung"
+    )
+    parser.add_argument(
+        "--drain-timeout", type=int, default=30, metavar="S", help="seconds that requests get to finish on SIGTERM"
+    )
+
+
+def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags that `serve` and `chat` share."""
+    parser.add_argument("--max-model-len", type=int, metavar="N", help="tokens of prompt and reply together")
+    parser.add_argument("--max-num-seqs", type=int, default=64, metavar="N", help="requests in a batch (default 64)")
+    parser.add_argument(
+        "--max-num-batched-tokens", type=int, default=512, metavar="N", help="tokens in a step (default 512)"
+    )
+    parser.add_argument("--block-size", type=int, default=16, metavar="N", help="tokens in a KV block (default 16)")
+    parser.add_argument("--kv-cache-memory", type=float, metavar="GIB", help="memory for the KV cache, in GiB")
+    parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32", help="weights and KV cache (default fp32)")
+    parser.add_argument(
+        "--generation-config",
+        choices=["auto", "none"],
+        default="auto",
+        help="auto: the sampling values of generation_config.json are the defaults; none: OpenAI's are",
+    )
+
+
+def engine_config(args: argparse.Namespace) -> EngineConfig:
+    """Returns the engine's limits from the flags."""
+    from shardline.serving.engine import EngineConfig
+
+    return EngineConfig(
+        max_model_len=args.max_model_len,
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        block_size=args.block_size,
+        kv_cache_bytes=None if args.kv_cache_memory is None else int(args.kv_cache_memory * GIB),
+        dtype=args.dtype,
+    )
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Serves until it is stopped. Returns {}: under --json the one object was printed when it was ready."""
+    from pathlib import Path
+
+    started_s = time.monotonic()
+    console = make_console(json_mode=args.json)
+    from shardline.serving.server import bind, serve
+
+    listener = bind(host=args.host, port=args.port)
+    with listener:
+        from shardline.serving.http import ServerConfig, make_app
+        from shardline.serving.startup import open_engine
+
+        imports_s = time.monotonic() - started_s
+        model_name = args.served_model_name or Path(args.folder).resolve().name
+        opened = open_engine(args.folder, engine_config(args), generation_config=args.generation_config)
+        app = make_app(
+            opened.engine,
+            ServerConfig(
+                model_name=model_name,
+                defaults=opened.defaults,
+                api_keys=tuple(args.api_key),
+                max_num_waiting=args.max_num_waiting,
+                step_timeout_s=args.step_timeout,
+            ),
+        )
+        for line in opened.lines(imports_s=imports_s):
+            console.print(line, markup=False)
+
+        def announce(url: str) -> None:
+            ready_s = time.monotonic() - started_s
+            console.print(
+                f"ready      {url} serves {model_name!r} after {ready_s:.1f} s; Ctrl-C stops it", markup=False
+            )
+            if args.json:
+                budget = opened.engine.budget
+                ready = {
+                    "url": url,
+                    "model": model_name,
+                    "max_model_len": budget.max_model_len,
+                    "kv_cache_tokens": budget.num_tokens,
+                    "startup_s": round(ready_s, 3),
+                }
+                print(json.dumps(ready), flush=True)
+
+        serve(app, listener, host=args.host, on_ready=announce, drain_timeout_s=args.drain_timeout)
+    return {}
