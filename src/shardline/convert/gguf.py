@@ -163,17 +163,15 @@ class GgufFile:
             return self._llama3_scaling(np.asarray(divisors, dtype=np.float64), theta, head_dim)
         if kind == "none":
             return None
+        if kind not in ("linear", "yarn"):
+            raise UsageError(
+                f"{self.path} scales its rotary embedding by {kind!r}; what can be read is none, linear and yarn."
+            )
         factor = self._own("rope.scaling.factor", float)
         if kind == "linear":
             return {"rope_type": "linear", "factor": _shortest(factor)}
-        if kind == "yarn":
-            original = self._own("rope.scaling.original_context_length", int, default=round(context / factor))
-            return {
-                "rope_type": "yarn",
-                "factor": _shortest(factor),
-                "original_max_position_embeddings": original,
-            }
-        raise UsageError(f"{self.path} scales its rotary embedding by {kind!r}; Shardline reads none, linear and yarn.")
+        original = self._own("rope.scaling.original_context_length", int, default=round(context / factor))
+        return {"rope_type": "yarn", "factor": _shortest(factor), "original_max_position_embeddings": original}
 
     def _llama3_scaling(self, divisors: np.ndarray, theta: float, head_dim: int) -> dict[str, Any]:
         """Llama 3.1's scaling is stored as one divisor a frequency; the factor is the largest of them."""
