@@ -239,3 +239,21 @@ def test_importing_the_module_loads_no_transformers():
     code = f"import sys, {module.__name__}; print('transformers' in sys.modules, 'torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "mistral"])
+@pytest.mark.parametrize("tokenizer_class", ["PreTrainedTokenizerFast", "LlamaTokenizerFast", "Qwen2Tokenizer"])
+@pytest.mark.parametrize("kind", ["byte", "bpe", "metaspace"])
+def test_tokenizer_json_decides_whatever_the_class_and_the_family(
+    kind: str, tokenizer_class: str, model_type: str, request: pytest.FixtureRequest, tmp_path: Path
+):
+    """transformers' AutoTokenizer rebuilds some of these from the vocabulary alone: other ids for the same text."""
+    tokenizer: Tokenizer = request.getfixturevalue(kind)
+    tokenizer.save(tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "tokenizer_class": tokenizer_class}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    again = Tokenizer.load(tmp_path)
+    for text in [*CORPUS[:3], "<s> the  12 a"]:
+        assert again.encode_prompt(text) == tokenizer.encode_prompt(text)
+        assert again.decode(again.encode(text)) == tokenizer.decode(tokenizer.encode(text))

@@ -197,10 +197,14 @@ def _load_fast_tokenizer(folder: Path) -> Any:
     files = ["tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json"]
     if not any((folder / name).is_file() for name in files):
         raise UsageError(f"{folder} has no tokenizer: none of {', '.join(files)} is there.")
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+    # Where tokenizer.json is there, it is the truth: AutoTokenizer of transformers 5 builds another tokenizer from its
+    # vocabulary for some classes and model types (Llama, Qwen2), which may cut the same text into other tokens.
+    has_json = (folder / "tokenizer.json").is_file()
+    loader = PreTrainedTokenizerFast if has_json else AutoTokenizer
     try:
-        fast = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
+        fast = loader.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
     except Exception as error:  # foreign files; the Rust library raises bare Exception
         text = " ".join(str(error).split())
         raise UsageError(f"Can't read the tokenizer of {folder}: {text[:300]}") from error
