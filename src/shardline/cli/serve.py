@@ -12,9 +12,11 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardline.cli.console import make_console
+from shardline.config.errors import UsageError
 
 if TYPE_CHECKING:
     from shardline.serving.engine import EngineConfig
@@ -79,10 +81,10 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Serves until it is stopped. Returns {}: under --json the one object was printed when it was ready."""
-    from pathlib import Path
-
     started_s = time.monotonic()
     console = make_console(json_mode=args.json)
+    if not Path(args.folder).is_dir():  # said before seconds of imports
+        raise UsageError(f"There is no folder {args.folder}; pass the path of a Hugging Face folder.")
     from shardline.serving.server import bind, serve
 
     listener = bind(host=args.host, port=args.port)

@@ -1,0 +1,178 @@
+"""Sampling against the definitions, written out the slow way: distributions, cuts, penalties, log-probabilities."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from serving.tiny_models import make_request
+from shardline.serving.sampler import NUM_CANDIDATES, Sampled, Sampler, top_logprobs
+from shardline.serving.sequence import Sequence
+
+LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, 1.5, -3.0, 0.5, -0.5])
+
+
+def make_sequence(*, prompt: tuple[int, ...] = (0,), reply: tuple[int, ...] = (), **sampling: Any) -> Sequence:
+    request = make_request("a", prompt, **{"temperature": 1.0, **sampling})
+    sequence = Sequence(request, max_num_tokens=1000, arrived_s=0.0)
+    sequence.token_ids += reply
+    return sequence
+
+
+def sample(logits: Tensor, sequence: Sequence) -> Sampled:
+    return Sampler(eos_token_ids=[7]).sample(logits.clone().unsqueeze(0), [sequence])[0]
+
+
+def frequencies(logits: Tensor, *, count: int = 4000, **sampling: Any) -> Tensor:
+    """Shares of each token over many requests with different seeds, sampled as one batch."""
+    sequences = [make_sequence(seed=seed, **sampling) for seed in range(count)]
+    drawn = Sampler().sample(logits.repeat(count, 1), sequences)
+    return torch.bincount(torch.tensor([d.token_id for d in drawn]), minlength=len(logits)) / count
+
+
+def kept(probs: Tensor, *, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Tensor:
+    """The definition: top-k, renormalise, then top-p and min-p, renormalise; one token at a time."""
+    order = sorted(range(len(probs)), key=lambda i: -probs[i].item())
+    if top_k > 0:
+        order = order[:top_k]
+    total = sum(probs[i].item() for i in order)
+    result, before = torch.zeros_like(probs), 0.0
+    for token in order:
+        share = probs[token].item() / total
+        if before < top_p and share >= min_p * probs[order[0]].item() / total:
+            result[token] = share
+        before += share
+    return result / result.sum()
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        {},
+        {"top_k": 3},
+        {"top_p": 0.6},
+        {"min_p": 0.3},
+        {"top_k": 5, "top_p": 0.7},
+        {"top_k": 6, "min_p": 0.2},
+        {"top_p": 0.8, "min_p": 0.25},
+        {"top_k": 1},
+        {"top_k": 100},
+        {"top_p": 1e-6},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.5])
+def test_the_distribution_is_the_definition(cut: dict[str, Any], temperature: float):
+    expected = kept((LOGITS / temperature).softmax(0), **cut)
+    seen = frequencies(LOGITS, temperature=temperature, **cut)
+    assert (seen[expected == 0] == 0).all()
+    torch.testing.assert_close(seen, expected, atol=0.035, rtol=0)
+
+
+@pytest.mark.parametrize("cut", [{"top_p": 0.95}, {"min_p": 0.5}, {"top_p": 0.9, "min_p": 0.01}], ids=str)
+def test_a_flat_distribution_is_cut_beyond_the_candidates(cut: dict[str, Any]):
+    torch.manual_seed(0)
+    logits = torch.randn(4 * NUM_CANDIDATES) * 0.05
+    expected = kept(logits.softmax(0), **cut)
+    assert (expected > 0).sum() > NUM_CANDIDATES
+    seen = frequencies(logits, count=1500, **cut)
+    assert (seen[expected == 0] == 0).all()
+    assert ((seen > 0).sum() > 0.6 * NUM_CANDIDATES).item()
+
+
+def test_a_row_does_not_depend_on_the_rows_beside_it():
+    torch.manual_seed(0)
+    logits = torch.randn(6, 2000)
+    settings: list[dict[str, Any]] = [
+        {},
+        {"top_k": 900},
+        {"top_p": 0.9},
+        {"top_p": 0.9999},
+        {"min_p": 0.01},
+        {"temperature": 0.0},
+    ]
+    together = Sampler().sample(logits.clone(), [make_sequence(seed=i, **s) for i, s in enumerate(settings)])
+    for row, setting in enumerate(settings):
+        [alone] = Sampler().sample(logits[row : row + 1].clone(), [make_sequence(seed=row, **setting)])
+        assert alone == together[row]
+
+
+def test_greedy_takes_the_maximum_and_tiny_temperatures_do_not_overflow():
+    assert sample(LOGITS, make_sequence(temperature=0.0)).token_id == 0
+    assert sample(LOGITS * 1e30, make_sequence(temperature=1e-4)).token_id == 0
+
+
+def test_the_same_seed_gives_the_same_stream_and_no_seed_another():
+    def stream(**sampling: Any) -> list[int]:
+        sequence = make_sequence(**sampling)
+        return [sample(LOGITS, sequence).token_id for _ in range(40)]
+
+    assert stream(seed=3) == stream(seed=3)
+    assert stream(seed=3) != stream(seed=4)
+    assert stream() != stream()
+
+
+def test_logprobs_are_raw_whatever_the_sampling_does():
+    logprobs = LOGITS.log_softmax(0)
+    sequence = make_sequence(temperature=0.3, top_k=2, logprobs=3, logit_bias={0: -100.0}, seed=1)
+    drawn = sample(LOGITS, sequence)
+    assert drawn.token_id != 0
+    assert drawn.logprob == pytest.approx(logprobs[drawn.token_id].item())
+    assert [token for token, _ in drawn.top_logprobs] == [0, 4, 1]
+    assert [score for _, score in drawn.top_logprobs] == pytest.approx(logprobs[[0, 4, 1]].tolist())
+
+
+def test_logprobs_are_only_computed_for_those_who_ask():
+    rows = [make_sequence(temperature=0.0), make_sequence(temperature=0.0, logprobs=0)]
+    plain, scored = Sampler().sample(LOGITS.repeat(2, 1), rows)
+    assert plain.logprob is None
+    assert scored.logprob is not None
+    assert scored.top_logprobs == ()
+
+
+def test_penalties_and_biases_are_the_published_formulas():
+    reply = (1, 1, 4)
+    cases: list[tuple[dict[str, Any], Tensor]] = []
+    expected = LOGITS.clone()
+    expected[1] -= 0.5 + 2 * 0.25
+    expected[4] -= 0.5 + 0.25
+    cases.append(({"presence_penalty": 0.5, "frequency_penalty": 0.25}, expected))
+    expected = LOGITS.clone()
+    for token in (0, 1, 4):  # prompt and reply
+        expected[token] /= 1.5
+    expected[3] *= 1.5  # a negative logit grows more negative
+    cases.append(({"repetition_penalty": 1.5, "prompt": (0, 3)}, expected))
+    expected = LOGITS.clone()
+    expected[5] += 4.0
+    cases.append(({"logit_bias": {5: 4.0}}, expected))
+    for sampling, logits in cases:
+        row = LOGITS.clone().unsqueeze(0)
+        Sampler().sample(row, [make_sequence(reply=reply, temperature=0.0, **sampling)])
+        torch.testing.assert_close(row[0], logits)
+
+
+def test_min_tokens_bars_eos_and_stop_tokens():
+    logits = torch.full((8,), -5.0)
+    logits[7], logits[6], logits[2] = 9.0, 8.0, 1.0
+    early = {"temperature": 0.0, "min_tokens": 2, "stop_token_ids": (6,)}
+    assert sample(logits, make_sequence(**early)).token_id == 2
+    assert sample(logits, make_sequence(reply=(1, 1), **early)).token_id == 7
+    assert sample(logits, make_sequence(ignore_eos=True, **early)).token_id == 7
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_logits_that_are_not_finite_are_reported_for_their_row_only(bad: float):
+    logits = LOGITS.repeat(2, 1)
+    logits[0, 3] = bad
+    broken, fine = Sampler().sample(logits, [make_sequence(seed=1), make_sequence(temperature=0.0)])
+    assert not broken.finite
+    assert (fine.finite, fine.token_id) == (True, 0)
+
+
+def test_top_logprobs_of_more_than_the_vocabulary_is_the_vocabulary():
+    [top] = top_logprobs(LOGITS.log_softmax(0).unsqueeze(0), 20)
+    assert len(top) == len(LOGITS)

@@ -1,0 +1,91 @@
+"""Tiny random models and engines over them, for the serving tests."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardline.checkpoints.huggingface import save_folder
+from shardline.models.attention import DenseAttention
+from shardline.models.config import DecoderConfig
+from shardline.models.decoder import Decoder
+from shardline.models.presets import preset
+from shardline.serving.engine import Engine, EngineConfig
+from shardline.serving.requests import Request, SamplingParams
+from shardline.text.tokenizer import Tokenizer, byte_tokenizer
+
+
+def tiny_config(tokenizer: Tokenizer, **changes: Any) -> DecoderConfig:
+    """The `tiny` preset, made smaller still, over the byte tokenizer's vocabulary."""
+    base = dataclasses.replace(
+        preset("tiny"),
+        vocab_size=tokenizer.vocab_size,
+        hidden_size=64,
+        intermediate_size=96,
+        num_layers=3,
+        head_dim=16,
+        sliding_windows=(),
+        eos_token_ids=tokenizer.eos_token_ids,
+        max_position_embeddings=512,
+    )
+    return dataclasses.replace(base, **changes)
+
+
+def make_decoder(config: DecoderConfig, *, seed: int = 0) -> Decoder:
+    """Random weights, far enough from zero that a wrong term shows in the logits."""
+    decoder = Decoder(config)
+    decoder.initialize(seed=seed)
+    with torch.no_grad():
+        for parameter in decoder.parameters():
+            if parameter.ndim == 2:
+                parameter.mul_(5.0)
+    return decoder.eval()
+
+
+def make_engine(decoder: Decoder | None = None, **limits: Any) -> Engine:
+    tokenizer = byte_tokenizer()
+    if decoder is None:
+        decoder = make_decoder(tiny_config(tokenizer))
+    return Engine(decoder, tokenizer, EngineConfig(**{"max_model_len": 256, "max_num_seqs": 8, **limits}))
+
+
+def make_request(name: str, prompt: str | tuple[int, ...], **sampling: Any) -> Request:
+    """A greedy request unless told otherwise; a text prompt is its bytes."""
+    ids = tuple(prompt.encode()) if isinstance(prompt, str) else prompt
+    params = SamplingParams(**{"temperature": 0.0, "max_tokens": 12, **sampling})
+    return Request(request_id=name, prompt_token_ids=ids, sampling=params)
+
+
+def save_tiny_folder(folder: Path, **changes: Any) -> Path:
+    tokenizer = byte_tokenizer()
+    config = tiny_config(tokenizer, **changes)
+    save_folder(folder, config=config, tensors=make_decoder(config).state_dict(), tokenizer=tokenizer)
+    return folder
+
+
+@torch.no_grad()
+def dense_logprobs(decoder: Decoder, ids: list[int]) -> torch.Tensor:
+    """The trainer's log-probability of each token of `ids` but the first: shape [len(ids) - 1]."""
+    tokens_BT = torch.tensor([ids])
+    positions_BT = torch.arange(len(ids)).unsqueeze(0)
+    logits_BTV = decoder(tokens_BT, positions_BT=positions_BT, attention=DenseAttention())
+    return logits_BTV[0, :-1].log_softmax(-1).gather(1, tokens_BT[0, 1:, None]).squeeze(1)
+
+
+class ScriptedTokens:
+    """Stands in for a sampler: each request gets the tokens of its script, then zeros."""
+
+    def __init__(self, scripts: dict[str, list[int]]) -> None:
+        self.scripts = scripts
+
+    def sample(self, logits_RV: torch.Tensor, sequences: list[Any]) -> list[Any]:
+        from shardline.serving.sampler import Sampled
+
+        def next_token(sequence: Any) -> int:
+            script = self.scripts[sequence.request_id]
+            return script[sequence.num_output_tokens] if sequence.num_output_tokens < len(script) else 0
+
+        return [Sampled(next_token(sequence), True) for sequence in sequences]
