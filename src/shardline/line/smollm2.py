@@ -127,5 +127,5 @@ def _is_complete(folder: Path) -> bool:
         return manifest["sha256"] == _WHEEL_SHA256 and all(
             (folder / name).stat().st_size == size for name, size in manifest["size_bytes"].items()
         )
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False

@@ -167,12 +167,14 @@ def _is_complete(entry: Path) -> bool:
     summary = _read_summary(entry)
     if summary is None:
         return False
-    for split in _SPLITS:
-        for name, size_bytes in summary["splits"][split]["size_bytes"].items():
-            path = entry / split / name
-            if not path.is_file() or path.stat().st_size != size_bytes:
-                return False
-    return True
+    try:
+        return all(
+            (entry / split / name).stat().st_size == size_bytes
+            for split in _SPLITS
+            for name, size_bytes in summary["splits"][split]["size_bytes"].items()
+        )
+    except (OSError, KeyError, TypeError, AttributeError):
+        return False
 
 
 def _publish(scratch: Path, entry: Path) -> None:
