@@ -81,9 +81,11 @@ def _run(verb: str, module: object, args: argparse.Namespace) -> int:
     except BrokenPipeError:  # `shardline ... | head` closed our output; that is not an error of ours
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    if args.json and result:  # `serve` has printed its object when it was ready
+    result = result or {}
+    code = result.pop("exit_code", 0)  # a verb whose answer is "no" still gives all its facts
+    if args.json and result:  # `serve` has printed its object when it was ready, rank 0 of `train` its own
         print(json.dumps(result))
-    return int((result or {}).get("exit_code", 0))  # a verb whose answer is "no" still gives all its facts
+    return code
 
 
 def _usage() -> str:
