@@ -4,6 +4,7 @@
     shardline train run.yaml --nproc 2 --parallel.zero 2   # two local processes
     shardline train run.yaml --resume                      # continue after a stop or a kill
     torchrun --nproc-per-node 2 -m shardline train run.yaml
+    torchrun --nproc-per-node 2 -m -- shardline train --run runs/two    # `--` keeps torchrun off our flags
 
 Every key of the config can be set as --section.field VALUE; `shardline config show` lists them.
 """
