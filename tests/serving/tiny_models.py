@@ -89,3 +89,16 @@ class ScriptedTokens:
             return script[sequence.num_output_tokens] if sequence.num_output_tokens < len(script) else 0
 
         return [Sampled(next_token(sequence), True) for sequence in sequences]
+
+
+def bos_tokenizer(*, chat_template: str | None) -> Tokenizer:
+    """The byte tokenizer in Llama's manner: a BOS before every plain text, and one that the template writes itself."""
+    from tokenizers.processors import TemplateProcessing
+    from transformers import PreTrainedTokenizerFast
+
+    backend = byte_tokenizer()._backend
+    bos = "<|endoftext|>"
+    backend.post_processor = TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, backend.token_to_id(bos))])
+    fast = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=bos, eos_token="<|im_end|>")
+    fast.chat_template = chat_template
+    return Tokenizer(fast, name="the test's tokenizer")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardline.cli.console import make_console
 from shardline.cli.serve import add_engine_arguments, engine_config
-from shardline.config.errors import UsageError
+from shardline.config.errors import ShardlineError, UsageError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -57,7 +57,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         elif text.startswith("/"):
             console.print(f"{text} is not a command; there are /reset and /exit.", markup=False)
         elif text:
-            turn = _reply(console, conversation, text, show=True)
+            try:
+                turn = _reply(console, conversation, text, show=True)
+            except ShardlineError as error:  # the conversation goes on from where it was
+                console.print(str(error), markup=False, style="red")
+                continue
             num_turns += 1
             console.print(turn.summary(), markup=False, style="dim")
     return {"turns": num_turns}

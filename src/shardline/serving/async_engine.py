@@ -135,18 +135,22 @@ class AsyncEngine:
             return f"The engine's present step began {time.monotonic() - started_s:.0f} s ago and has not come back."
         return None
 
+    def check_count(self, num_requests: int) -> None:
+        """Raises `RequestError` for more requests than could ever be in flight together."""
+        if num_requests > self.max_in_flight:
+            raise RequestError(
+                f"{num_requests} replies were asked for at once, but this server takes at most {self.max_in_flight}; "
+                "split the request.",
+                param="n",
+            )
+
     def submit(self, requests: list[Request]) -> Answers:
         """Queues requests, all of them or none; raises `RequestError`, `OverloadedError` or `EngineDeadError`."""
         if self._death is not None or self._stopping:
             raise EngineDeadError(self._death or "The server is shutting down; send the request to another one.")
+        self.check_count(len(requests))
         for request in requests:
             self.engine.check(request)
-        if len(requests) > self.max_in_flight:
-            raise RequestError(
-                f"{len(requests)} replies were asked for at once, but this server takes at most {self.max_in_flight}; "
-                "split the request.",
-                param="n",
-            )
         if self.num_in_flight + len(requests) > self.max_in_flight:
             raise OverloadedError(
                 f"{self.num_in_flight} requests are running or waiting, and {self.max_in_flight} is the limit; "

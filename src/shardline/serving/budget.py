@@ -115,6 +115,11 @@ def _check(config: EngineConfig) -> None:
         if isinstance(value, int) and value < 1:
             flag = "kv-cache-memory" if field.name == "kv_cache_bytes" else field.name.replace("_", "-")
             raise UsageError(f"--{flag} {value} must be at least 1.")
+    if config.max_num_batched_tokens < config.max_num_seqs:
+        raise UsageError(
+            f"--max-num-batched-tokens {config.max_num_batched_tokens} is less than --max-num-seqs "
+            f"{config.max_num_seqs}, so some running replies would stand still; raise the first or lower the second."
+        )
 
 
 def _size(num_bytes: int) -> str:

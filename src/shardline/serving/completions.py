@@ -60,7 +60,9 @@ class Completions:
     async def complete(self, http: HttpRequest, body: CompletionBody, headers: dict[str, str]) -> Response:
         """Answers `/v1/completions`."""
         echo = bool(body.echo)
-        prompts = [await self.encode_prompt(prompt) for prompt in completion_prompts(body)]
+        given = completion_prompts(body)
+        self._async_engine.check_count(len(given) * body.num_choices)  # before the work of tokenising them
+        prompts = [await self.encode_prompt(prompt) for prompt in given]
         max_tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
         if max_tokens == 0 and not echo:
             raise RequestError("max_tokens = 0 needs echo = true, or there is nothing to return.", param="max_tokens")
