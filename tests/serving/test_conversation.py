@@ -55,14 +55,8 @@ def test_a_conversation_that_outgrows_the_context_says_so_and_stays_usable():
 
 def test_the_command_talks_until_exit(tiny_folder: Path):
     command = [sys.executable, "-m", "shardline", "chat", str(tiny_folder), "--temperature", "0", "--max-tokens", "5"]
-    done = subprocess.run(
-        command,
-        input="Hello\n/nonsense\n/reset\nHello\n/exit\n",
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    typed = "\n".join(["Hello", "/nonsense", "x" * 600, "/reset", "Hello", "/exit", ""])
+    done = subprocess.run(command, input=typed, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("5 tokens, first after") == 2
     assert "/nonsense is not a command" in done.stdout
