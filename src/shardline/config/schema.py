@@ -44,7 +44,7 @@ def _section(section: type, doc: str) -> Any:
 class ModelConfig:
     """What is trained. `path` wins over `preset`."""
 
-    preset: str = _field("tiny", "named architecture, trained from scratch; `shardline plan` lists them")
+    preset: str = _field("tiny", "named architecture, trained from scratch (the list is at the end of docs/config.md)")
     path: str | None = _field(None, "Hugging Face folder to start from instead of a preset")
     tokenizer: str | None = _field(None, "folder of the tokenizer; null takes that of path, or bytes for a preset")
 
