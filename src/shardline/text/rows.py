@@ -4,6 +4,7 @@ them into memory. `RowWriter` appends blocks of rows, so that no more than a blo
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,6 +89,10 @@ def _open_rows(path: Path) -> np.ndarray:
     with path.open("rb") as file:
         np.lib.format.read_magic(file)
         shape, _, _ = np.lib.format.read_array_header_1_0(file)
-    if not shape[0]:  # an empty array can't be mapped
-        return np.zeros(shape, dtype=np.int32)
-    return np.load(path, mmap_mode="r", allow_pickle=False)
+        if not shape[0]:  # an empty array can't be mapped
+            return np.zeros(shape, dtype=np.int32)
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        # Rows are read in random order; read-ahead would only fill this process's resident memory with neighbours.
+        if hasattr(mmap, "MADV_RANDOM"):
+            mapped.madvise(mmap.MADV_RANDOM)
+        return np.frombuffer(mapped, dtype="<i4", offset=file.tell()).reshape(shape)
