@@ -176,3 +176,8 @@ def test_logits_that_are_not_finite_are_reported_for_their_row_only(bad: float):
 def test_top_logprobs_of_more_than_the_vocabulary_is_the_vocabulary():
     [top] = top_logprobs(LOGITS.log_softmax(0).unsqueeze(0), 20)
     assert len(top) == len(LOGITS)
+
+
+def test_min_tokens_with_nothing_to_bar_changes_nothing():
+    sequence = make_sequence(temperature=0.0, min_tokens=2, ignore_eos=True)
+    assert sample(LOGITS, sequence).token_id == 0
