@@ -73,3 +73,9 @@ def max_weight_difference(world: World, config: RunConfig, cache: Path) -> float
         trainer.train_step()
     flat = torch.cat([tensor.flatten() for _, tensor in trainer.full_parameters()])
     return (world.max(flat) + world.max(-flat)).abs().max().item()
+
+
+def parameter_dtypes(world: World, config: RunConfig, cache: Path) -> list[str]:
+    trainer = make_trainer(world, config, cache)
+    trainer.train_step()
+    return sorted({str(tensor.dtype) for _, tensor in trainer.full_parameters()})
