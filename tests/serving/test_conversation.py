@@ -10,7 +10,7 @@ import pytest
 
 from serving.tiny_models import make_engine
 from shardline.serving.conversation import Conversation
-from shardline.serving.requests import RequestError
+from shardline.serving.errors import RequestError
 
 SAMPLING = {"temperature": 0.0, "max_tokens": 12}
 

@@ -15,7 +15,8 @@ from serving.tiny_models import ScriptedTokens, dense_logprobs, make_decoder, ma
 from shardline.checkpoints.huggingface import load_decoder
 from shardline.config import InfeasibleError, UsageError
 from shardline.serving.engine import Engine, EngineConfig
-from shardline.serving.requests import FinishReason, Request, RequestError, RequestOutput, SamplingParams
+from shardline.serving.errors import RequestError
+from shardline.serving.requests import FinishReason, Request, RequestOutput, SamplingParams
 from shardline.serving.runner import Runner
 from shardline.text.tokenizer import byte_tokenizer
 

@@ -27,22 +27,15 @@ from dataclasses import dataclass
 
 from shardline.config.errors import ShardlineError
 from shardline.serving.engine import Engine
+from shardline.serving.errors import EngineDeadError, OverloadedError, RequestError
 from shardline.serving.metrics import Metrics
-from shardline.serving.requests import FinishReason, Request, RequestError, RequestOutput
+from shardline.serving.requests import FinishReason, Request, RequestOutput
 
-__all__ = ["Answers", "AsyncEngine", "EngineDeadError", "OverloadedError"]
+__all__ = ["Answers", "AsyncEngine"]
 
 logger = logging.getLogger(__name__)
 
 MAX_FAILED_STEPS = 3
-
-
-class OverloadedError(ShardlineError):
-    """The waiting queue is full: try again later."""
-
-
-class EngineDeadError(ShardlineError):
-    """The engine has stopped for good."""
 
 
 @dataclass(frozen=True, slots=True)

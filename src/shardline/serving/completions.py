@@ -18,9 +18,10 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from shardline.config.errors import ShardlineError, UsageError
+from shardline.config.errors import UsageError
 from shardline.serving.async_engine import Answers, AsyncEngine
 from shardline.serving.disconnect import ClientGoneError, while_connected
+from shardline.serving.errors import GenerationFailedError, RequestError
 from shardline.serving.openai_format import ChatFormat, CompletionFormat, error_body, usage_of
 from shardline.serving.protocol import (
     ChatBody,
@@ -31,9 +32,9 @@ from shardline.serving.protocol import (
     completion_prompts,
     make_sampling,
 )
-from shardline.serving.requests import FinishReason, Request, RequestError, RequestOutput, SamplingParams
+from shardline.serving.requests import FinishReason, Request, RequestOutput, SamplingParams
 
-__all__ = ["Completions", "GenerationFailedError"]
+__all__ = ["Completions"]
 
 logger = logging.getLogger(__name__)
 
@@ -41,10 +42,6 @@ DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's and vLLM's
 LONG_TEXT = 20_000  # characters that take longer to tokenise than the event loop should be away
 
 Format = ChatFormat | CompletionFormat
-
-
-class GenerationFailedError(ShardlineError):
-    """The engine failed this request."""
 
 
 class Completions:

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from shardline.config.errors import ShardlineError
 from shardline.serving.engine import Engine
+from shardline.serving.errors import GenerationFailedError
 from shardline.serving.requests import Request, RequestOutput, SamplingParams
 
 __all__ = ["Conversation", "Turn"]
@@ -55,7 +55,7 @@ class Conversation:
         self.messages = list(self._opening)
 
     def ask(self, text: str, *, on_text: Callable[[str], None] | None = None) -> Turn:
-        """Returns the reply to one more message of the user's. Raises `ShardlineError` where the engine fails."""
+        """Returns the reply to one more message of the user's. Raises `ServingError` where it can't be answered."""
         messages = [*self.messages, {"role": "user", "content": text}]
         prompt = self._engine.tokenizer.encode_chat(messages, add_generation_prompt=True)
         request = Request(request_id=next(self._ids), prompt_token_ids=tuple(prompt), sampling=self._sampling)
@@ -74,7 +74,7 @@ class Conversation:
         finally:
             self._engine.abort(request.request_id)
         if answer.error is not None:
-            raise ShardlineError(answer.error)
+            raise GenerationFailedError(answer.error)
         self.messages = [*messages, {"role": "assistant", "content": answer.text}]
         return _turn(answer, started_s, interrupted=interrupted)
 

@@ -22,9 +22,10 @@ from shardline.models.decoder import Decoder
 from shardline.serving.blocks import BlockManager
 from shardline.serving.budget import MemoryBudget, make_budget
 from shardline.serving.engine_config import DTYPES, EngineConfig
+from shardline.serving.errors import RequestError
 from shardline.serving.paged import KVCache
 from shardline.serving.reply import ReplyText
-from shardline.serving.requests import FinishReason, Request, RequestError, RequestOutput
+from shardline.serving.requests import FinishReason, Request, RequestOutput
 from shardline.serving.runner import Runner
 from shardline.serving.sampler import Sampled, Sampler
 from shardline.serving.scheduler import Chunk, Schedule, Scheduler

@@ -27,10 +27,17 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from shardline import __version__
-from shardline.serving.async_engine import AsyncEngine, EngineDeadError, OverloadedError
-from shardline.serving.completions import Completions, GenerationFailedError
+from shardline.serving.async_engine import AsyncEngine
+from shardline.serving.completions import Completions
 from shardline.serving.disconnect import ClientGoneError
 from shardline.serving.engine import Engine
+from shardline.serving.errors import (
+    BodyTooLargeError,
+    ModelNotFoundError,
+    OverloadedError,
+    RequestError,
+    ServingError,
+)
 from shardline.serving.metrics import Metrics
 from shardline.serving.openai_format import error_body
 from shardline.serving.protocol import (
@@ -41,7 +48,6 @@ from shardline.serving.protocol import (
     chat_messages,
     read_body,
 )
-from shardline.serving.requests import RequestError
 
 __all__ = ["ServerConfig", "make_app"]
 
@@ -88,10 +94,7 @@ def make_app(engine: Engine, config: ServerConfig) -> Starlette:
         lifespan=server.lifespan,
         exception_handlers={
             HTTPException: _http_error,
-            RequestError: _request_error,
-            OverloadedError: _overloaded,
-            EngineDeadError: _engine_dead,
-            GenerationFailedError: _generation_failed,
+            ServingError: _serving_error,
             ClientGoneError: _client_gone,
             ClientDisconnect: _client_gone,
             Exception: _internal_error,
@@ -207,13 +210,14 @@ class _Server:
                     break
             else:
                 return b"".join(chunks)
-        raise HTTPException(413, f"The body is larger than this server's limit of {limit} bytes.")
+        raise BodyTooLargeError(f"The body is larger than this server's limit of {limit} bytes.")
 
     def _check_model(self, name: str | None) -> None:
         if name in (None, "", self._config.model_name):
             return
-        raise HTTPException(
-            404, f"The model {str(name)[:100]!r} is not served here; this server has {self._config.model_name!r}."
+        raise ModelNotFoundError(
+            f"The model {str(name)[:100]!r} is not served here; this server has {self._config.model_name!r}.",
+            param="model",
         )
 
     def _warning_header(self, warnings: list[str]) -> dict[str, str]:
@@ -250,37 +254,22 @@ def _json(content: Any, *, status: int = 200, headers: dict[str, str] | None = N
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
+    """Answers what the router refuses: an unknown path or a wrong method."""
     assert isinstance(error, HTTPException)
-    messages = {
-        404: f"There is nothing at {request.url.path[:200]}; the API is under /v1/.",
-        405: f"{request.url.path} does not take {request.method}.",
-    }
-    codes = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
-    # Starlette's own errors carry the status phrase as detail; ours carry a sentence.
-    ours = error.detail.endswith(".")
-    message = error.detail if ours else messages.get(error.status_code, error.detail)
-    code = "model_not_found" if ours and error.status_code == 404 else codes.get(error.status_code)
-    param = "model" if code == "model_not_found" else None
-    body = error_body(message, type="invalid_request_error", param=param, code=code)
+    path = request.url.path[:200]
+    message, code = {
+        404: (f"There is nothing at {path}; the API is under /v1/.", "not_found"),
+        405: (f"{path} does not take {request.method}.", "method_not_allowed"),
+    }.get(error.status_code, (error.detail, None))
+    body = error_body(message, type="invalid_request_error", code=code)
     return _json(body, status=error.status_code, headers=dict(error.headers or {}))
 
 
-async def _request_error(_request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestError)
-    return _json(error_body(str(error), type="invalid_request_error", param=error.param, code=error.code), status=400)
-
-
-async def _overloaded(_request: Request, error: Exception) -> Response:
-    body = error_body(str(error), type="rate_limit_error", code="queue_full")
-    return _json(body, status=429, headers={"retry-after": "1"})
-
-
-async def _engine_dead(_request: Request, error: Exception) -> Response:
-    return _json(error_body(str(error), type="server_error", code="engine_unhealthy"), status=503)
-
-
-async def _generation_failed(_request: Request, error: Exception) -> Response:
-    return _json(error_body(str(error), type="server_error"), status=500)
+async def _serving_error(_request: Request, error: Exception) -> Response:
+    assert isinstance(error, ServingError)
+    headers = {"retry-after": "1"} if isinstance(error, OverloadedError) else {}
+    body = error_body(str(error), type=error.kind, param=error.param, code=error.code)
+    return _json(body, status=error.status, headers=headers)
 
 
 async def _client_gone(_request: Request, _error: Exception) -> Response:

@@ -17,7 +17,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from shardline.config.errors import nearest
-from shardline.serving.requests import MAX_LOGPROBS, RequestError, SamplingParams
+from shardline.serving.errors import RequestError
+from shardline.serving.requests import MAX_LOGPROBS, SamplingParams
 
 __all__ = [
     "ChatBody",

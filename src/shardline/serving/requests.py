@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 
-from shardline.config.errors import UsageError
+from shardline.serving.errors import RequestError
 
 __all__ = [
     "MAX_LOGPROBS",
@@ -33,15 +33,6 @@ GREEDY_TEMPERATURE = 1e-5
 MIN_TEMPERATURE = 1e-2  # below it logits / temperature overflows; vLLM clamps at the same value
 
 TopLogprobs = tuple[tuple[int, float], ...]  # (token id, log-probability), the likeliest first
-
-
-class RequestError(UsageError):
-    """A request that can't be run; `param` is the field at fault, where there is one."""
-
-    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
-        super().__init__(message)
-        self.param = param
-        self.code = code
 
 
 class FinishReason(StrEnum):
