@@ -9,7 +9,7 @@ from shardline.models.attention import DenseAttention
 from shardline.models.config import DecoderConfig
 from shardline.models.decoder import Decoder
 from shardline.models.presets import PRESETS, preset
-from shardline.planning.activations import layer_bytes, outer_bytes
+from shardline.planning.activations import Arithmetic, layer_bytes, outer_bytes
 from shardline.planning.parameters import count_parameters
 
 SHAPE = {
@@ -44,25 +44,27 @@ def test_closed_form_counts_every_preset(name: str) -> None:
     model = _on_meta(config)
     assert count.total == sum(p.numel() for p in model.parameters())
     assert count.layer == sum(p.numel() for p in model.model.layers[0].parameters())
-    assert count.largest_tensor == max(p.numel() for p in model.parameters())
+    assert sorted(count.tensors) == sorted(p.numel() for p in model.parameters())
 
 
 @pytest.mark.parametrize("variant", sorted(VARIANTS))
 def test_closed_form_counts_every_variant(variant: str) -> None:
     config = DecoderConfig(**SHAPE | VARIANTS[variant])
     count = count_parameters(config)
-    layer = _on_meta(config).model.layers[0]
-    assert count.total == sum(p.numel() for p in _on_meta(config).parameters())
+    model = _on_meta(config)
+    layer = model.model.layers[0]
+    assert count.total == sum(p.numel() for p in model.parameters())
+    assert sorted(count.tensors) == sorted(p.numel() for p in model.parameters())
     assert count.layer_matrices == sum(m.weight.numel() for m in layer.modules() if isinstance(m, torch.nn.Linear))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("arithmetic", ["fp32", "bf16", "autocast"])
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("variant", sorted(VARIANTS))
-def test_activations_are_what_autograd_saves(variant: str, packed: bool, dtype: torch.dtype) -> None:
+def test_activations_are_what_autograd_saves(variant: str, packed: bool, arithmetic: Arithmetic) -> None:
     config = DecoderConfig(**SHAPE | VARIANTS[variant])
     rows, length = 2, 24
-    model = Decoder(config).to(dtype)
+    model = Decoder(config).to(torch.bfloat16 if arithmetic == "bf16" else torch.float32)
     tokens_BT = torch.randint(config.vocab_size, (rows, length))
     positions_BT = torch.arange(length).expand(rows, length)
     documents_BT = torch.zeros(rows, length, dtype=torch.int32) if packed else None
@@ -75,10 +77,13 @@ def test_activations_are_what_autograd_saves(variant: str, packed: bool, dtype: 
             saved[address] = tensor
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with (
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+        torch.autocast("cpu", dtype=torch.bfloat16, enabled=arithmetic == "autocast"),
+    ):
         x_BTD = model.hidden_states(tokens_BT, positions_BT=positions_BT, attention=DenseAttention(documents_BT))
-        model.head(x_BTD)
-    shape = {"rows": rows, "sequence_length": length, "element_bytes": dtype.itemsize}
+    keep(x_BTD)
+    shape = {"rows": rows, "sequence_length": length, "arithmetic": arithmetic}
     expected = outer_bytes(config, **shape)
     expected += sum(layer_bytes(config, layer=layer, packed=packed, **shape) for layer in range(config.num_layers))
     assert sum(tensor.untyped_storage().nbytes() for tensor in saved.values()) == expected

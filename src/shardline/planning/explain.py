@@ -12,21 +12,28 @@ from typing import TYPE_CHECKING, Any
 
 from shardline import __version__
 from shardline.planning.memory import PARTS
-from shardline.planning.search import GIB, Layout, Plan
+from shardline.planning.search import GIB, Candidate, Plan
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 __all__ = ["plan_lines", "plan_table", "plan_to_json"]
 
-_HEADINGS = {"gradients": "grads", "optimizer": "optim", "activations": "activ", "communication": "buffers"}
+_HEADINGS = {
+    "gradients": "grads",
+    "optimizer": "optim",
+    "activations": "activ",
+    "communication": "comm",
+    "runtime": "base",
+    "allocator": "malloc",
+}
 
 
 def plan_table(plan: Plan) -> Table:
     """Returns one row for each ZeRO stage at the configured micro-batch (and at the chosen one), GiB per process."""
     from rich.table import Table
 
-    table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="bold")
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     for name in ("layout", "total", *(_HEADINGS.get(part, part) for part in PARTS), "verdict"):
         table.add_column(name, justify="left" if name in ("layout", "verdict") else "right", no_wrap=True)
     shown = _shown(plan)
@@ -39,12 +46,12 @@ def plan_table(plan: Plan) -> Table:
     return table
 
 
-def _shown(plan: Plan) -> list[Layout]:
+def _shown(plan: Plan) -> list[Candidate]:
     sizes = {plan.configured.micro_batch, (plan.chosen or plan.configured).micro_batch}
     return [layout for layout in plan.layouts if layout.micro_batch in sizes]
 
 
-def verdict(layout: Layout, plan: Plan) -> str:
+def verdict(layout: Candidate, plan: Plan) -> str:
     """Returns one word: chosen, fits, close (its high end does not fit) or no."""
     if layout is plan.chosen:
         return "chosen"
@@ -88,12 +95,12 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _layout_json(layout: Layout) -> dict[str, Any]:
+def _layout_json(layout: Candidate) -> dict[str, Any]:
     return {
         "layout": {
-            "data": layout.data,
-            "tensor": layout.tensor,
-            "pipeline": layout.pipeline,
+            "data": layout.layout.data,
+            "tensor": layout.layout.tensor,
+            "pipeline": layout.layout.pipeline,
             "zero": layout.zero,
             "micro_batch": layout.micro_batch,
             "num_micro_batches": layout.num_micro_batches,

@@ -3,23 +3,27 @@
     prediction = predict(model, run, data_ranks=2)
     prediction.total_bytes, prediction.low_bytes, prediction.high_bytes, prediction.phase
 
-A step has three moments of large use, and the peak is the largest; the parts returned are those of that moment:
+A run has moments of large use, and the peak is the largest of them; the parts returned are those of that moment:
 
-    loss        weights, optimizer state, gradients that are already there, all activations, logits
-    backward    the same, with one layer's gradients in flight instead of the logits
-    optimizer   weights, optimizer state, all gradients, the optimizer's temporaries
+    build      the whole model on every rank, before it is sharded
+    loss       weights, optimizer state, gradients that are already there, all activations, logits
+    backward   the same with one layer's gradients in flight instead of the logits
+    optimizer  weights, optimizer state and all gradients, as backward reaches the embedding; the fused AdamW that
+               follows needs no more
+    save       rank 0 gathers the weights that it writes
 
-Symbols: P parameters, n data ranks. Where a constant comes from is said beside it, and `docs/planning.md` compares
-predictions with measured runs.
+Weights, gradients and optimizer state are those of `parallel.data`: DDP keeps gradients in its buckets from the
+first step on; FSDP2 gathers the root (embedding, head, final norm) and one layer at a time.
+Symbols: n data ranks. Sizes are bytes.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from shardline.planning.activations import layer_bytes, layer_working_bytes, outer_bytes
-from shardline.planning.parameters import ParameterCount, count_parameters
+from shardline.planning.activations import Arithmetic, layer_bytes, layer_working_bytes, loss_bytes, outer_bytes
+from shardline.planning.parameters import count_parameters
 
 if TYPE_CHECKING:
     from shardline.config import RunConfig
@@ -27,14 +31,25 @@ if TYPE_CHECKING:
 
 __all__ = ["PARTS", "MemoryPrediction", "Phase", "predict"]
 
-Phase = Literal["loss", "backward", "optimizer"]
-PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "communication", "runtime")
+Phase = Literal["build", "loss", "backward", "optimizer", "save"]
+PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "communication", "allocator", "runtime")
 
-_FP32 = 4
-# Python, torch, transformers, gloo and a thread pool, before any weights: measured, see docs/planning.md.
-_RUNTIME_BYTES = 420 << 20
-# What a prediction may miss: the allocator keeps freed blocks (high), pages never touched (low).
-_LOW, _HIGH = 0.95, 1.08
+_FP32, _BF16 = 4, 2
+# Python, torch, gloo, transformers' tokenizer and the code that torch and MKL page in as they run: measured on a
+# `tiny` run, whose own tensors are small (docs/planning.md says how).
+_RUNTIME_BYTES = 350 << 20
+# glibc's malloc keeps most of what a step frees, and holes between blocks that live on stay empty. With
+# MALLOC_MMAP_THRESHOLD_=1048576 the measured peaks are those of the other parts alone, so the difference is the
+# allocator's. Only blocks up to 32 MiB are kept (glibc's DEFAULT_MMAP_THRESHOLD_MAX); larger ones go back at once.
+# Calibrated on this engine's runs: a share of the activations; under FSDP2 a multiple of the parameters, which it
+# allocates and frees four times in a step (gathered, gather buffer, gradients, reduce buffer); and once more the
+# parameters' size where gradients outlive a micro-batch amid its activations (not in DDP: its buckets never move).
+_KEPT_BLOCK_BYTES = 32 << 20
+_KEPT_OF_ACTIVATIONS = 0.3
+_KEPT_OF_ACTIVATIONS_SHARDED = 0.1
+_KEPT_OF_PARAMETERS_SHARDED = 2.5
+# The benchmark's errors lie within this band.
+_LOW, _HIGH = 0.9, 1.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +63,7 @@ class MemoryPrediction:
     activations_bytes: int
     logits_bytes: int
     communication_bytes: int
+    allocator_bytes: int
     runtime_bytes: int
 
     @property
@@ -56,7 +72,7 @@ class MemoryPrediction:
 
     @property
     def low_bytes(self) -> int:
-        return self.runtime_bytes + int(_LOW * (self.total_bytes - self.runtime_bytes))
+        return int(_LOW * self.total_bytes)
 
     @property
     def high_bytes(self) -> int:
@@ -78,70 +94,164 @@ class MemoryPrediction:
 
 
 def predict(model: DecoderConfig, run: RunConfig, *, data_ranks: int, zero: int | None = None) -> MemoryPrediction:
-    """Returns the peak memory of one of `data_ranks` processes; `zero` stands in for the config's stage when given."""
+    """Returns the peak memory of the fattest of `data_ranks` processes; `zero` replaces the config's stage if given."""
     zero = run.parallel.zero if zero is None else zero
-    count = count_parameters(model)
-    shape = _Shape.of(model, run, data_ranks)
-    moments = [
-        _moment(phase, count, model, shape, data_ranks=data_ranks, zero=zero)
-        for phase in ("loss", "backward", "optimizer")
-    ]
+    sizes = _Sizes.of(model, run, data_ranks=data_ranks, zero=zero)
+    moments = [_moment(sizes, phase) for phase in get_args(Phase)]
     return max(moments, key=lambda moment: moment.total_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Shape:
-    rows: int
-    sequence_length: int
-    element_bytes: int
+class _Sizes:
+    """Bytes that the moments are made of."""
+
+    ranks: int
+    sharded: bool  # FSDP2: ZeRO 2 and 3 over more than one rank
+    keeps_parameters: bool  # from forward to backward
     accumulates: bool
+    tied: bool
+    full: int  # all parameters in fp32
+    optimizer: int  # of the fattest rank
+    head: int  # the head's weight, or the embedding's that stands in for it
+    embedding: int
+    outer: int  # FSDP2's root group: embedding, head, final norm
+    layer: int
+    gathered_element: int  # bytes of a gathered parameter
+    activations: int
+    layer_in_flight: int
+    loss: int
+    allocator: int
 
     @classmethod
-    def of(cls, model: DecoderConfig, run: RunConfig, data_ranks: int) -> _Shape:
+    def of(cls, model: DecoderConfig, run: RunConfig, *, data_ranks: int, zero: int) -> _Sizes:
+        count = count_parameters(model)
+        sharded = zero >= 2 and data_ranks > 1
+        arithmetic: Arithmetic = "fp32"
+        if run.train.precision == "bf16":
+            arithmetic = "bf16" if sharded else "autocast"
+        shape: dict[str, Any] = {
+            "rows": run.train.micro_batch,
+            "sequence_length": run.data.sequence_length,
+            "arithmetic": arithmetic,
+        }
+        accumulates = run.train.global_batch > run.train.micro_batch * data_ranks
+        activations = sum(layer_bytes(model, layer=layer, **shape) for layer in range(model.num_layers))
         return cls(
-            rows=run.train.micro_batch,
-            sequence_length=run.data.sequence_length,
-            element_bytes=_FP32 if run.train.precision == "fp32" else 2,
-            accumulates=run.train.global_batch > run.train.micro_batch * data_ranks,
+            ranks=data_ranks,
+            sharded=sharded,
+            keeps_parameters=zero == 2,
+            accumulates=accumulates,
+            tied=model.tie_word_embeddings,
+            full=_FP32 * count.total,
+            optimizer=2 * _FP32 * _largest_share(count.tensors, data_ranks if zero else 1, whole=zero == 1),
+            head=_FP32 * (count.head or count.embedding),
+            embedding=_FP32 * count.embedding,
+            outer=_FP32 * (count.embedding + count.head + count.final_norm),
+            layer=_FP32 * count.layer,
+            gathered_element=_BF16 if arithmetic == "bf16" else _FP32,
+            activations=activations + outer_bytes(model, **shape),
+            layer_in_flight=layer_working_bytes(model, **shape),
+            loss=loss_bytes(model, **shape),
+            allocator=_kept_by_allocator(
+                model,
+                count.tensors,
+                activations,
+                sharded=sharded,
+                gradients_move=accumulates and (sharded or data_ranks == 1),
+                **shape,
+            ),
         )
 
+    def gathered(self, size: int) -> int:
+        """What `size` bytes of fp32 parameters take when they are gathered."""
+        return size * self.gathered_element // _FP32
 
-def _moment(
-    phase: Phase, count: ParameterCount, model: DecoderConfig, shape: _Shape, *, data_ranks: int, zero: int
-) -> MemoryPrediction:
-    tokens = shape.rows * shape.sequence_length
-    weights, gradients, communication = _sharded(phase, count, shape, data_ranks=data_ranks, zero=zero)
-    size = {"rows": shape.rows, "sequence_length": shape.sequence_length, "element_bytes": shape.element_bytes}
-    activations, logits = 0, 0
-    if phase != "optimizer":
-        activations = outer_bytes(model, **size)
-        activations += sum(layer_bytes(model, layer=i, packed=True, **size) for i in range(model.num_layers))
+
+def _moment(sizes: _Sizes, phase: Phase) -> MemoryPrediction:
+    weights, gradients, communication = _sharded(sizes, phase) if sizes.sharded else _replicated(sizes, phase)
+    activations = logits = 0
     if phase == "loss":
-        logits = 3 * tokens * model.vocab_size * _FP32
+        activations, logits = sizes.activations, sizes.loss
     if phase == "backward":
-        activations += layer_working_bytes(model, **size)
+        activations = sizes.activations + sizes.layer_in_flight
     return MemoryPrediction(
         phase=phase,
         weights_bytes=weights,
         gradients_bytes=gradients,
-        optimizer_bytes=2 * _FP32 * count.total // (data_ranks if zero >= 1 else 1),
+        optimizer_bytes=0 if phase == "build" else sizes.optimizer,
         activations_bytes=activations,
         logits_bytes=logits,
         communication_bytes=communication,
+        allocator_bytes=0 if phase == "build" else sizes.allocator,
         runtime_bytes=_RUNTIME_BYTES,
     )
 
 
-def _sharded(phase: Phase, count: ParameterCount, shape: _Shape, *, data_ranks: int, zero: int) -> tuple[int, int, int]:
-    """Returns bytes of (weights, gradients, communication) at one moment."""
-    full = _FP32 * count.total
-    shard = full // data_ranks
-    if data_ranks == 1 or zero <= 1:
-        present = phase == "optimizer" or shape.accumulates or data_ranks > 1
-        return full, full if present else _FP32 * (count.head or count.embedding), 0
-    layer, outer = _FP32 * count.layer, _FP32 * (count.embedding + count.head + count.final_norm)
+def _replicated(sizes: _Sizes, phase: Phase) -> tuple[int, int, int]:
+    """(weights, gradients, communication) of one process, DDP and ZeRO-1."""
+    buckets = sizes.full if sizes.ranks > 1 else 0
+    gradients = buckets or (sizes.full if sizes.accumulates else 0)
+    if phase == "build":
+        return sizes.full, buckets, 0
+    if phase in ("loss", "backward"):
+        return sizes.full, gradients + sizes.head, 0  # the loss makes the head's gradient in its forward pass
     if phase == "optimizer":
-        return shard, shard, 0
-    gathered = full if zero == 2 else outer + layer
-    gradients = shard if shape.accumulates else 0
-    return shard + gathered if zero == 2 else shard, gradients + layer, layer + (0 if zero == 2 else gathered)
+        late = sizes.embedding if sizes.tied or buckets else 0  # the embedding's, before it is added or copied
+        return sizes.full, sizes.full + late + (sizes.head if sizes.tied and buckets else 0), 0
+    return sizes.full, buckets, 0
+
+
+def _sharded(sizes: _Sizes, phase: Phase) -> tuple[int, int, int]:
+    """(weights, gradients, communication) of FSDP2."""
+    shard = sizes.full // sizes.ranks
+    root, layer = sizes.gathered(sizes.outer), sizes.gathered(sizes.layer)
+    if phase == "build":
+        return shard, 0, sizes.full
+    kept = shard if sizes.accumulates else 0
+    if phase == "loss":
+        head = sizes.gathered(sizes.head)
+        return shard, kept + head, sizes.gathered(sizes.full) if sizes.keeps_parameters else root
+    if phase == "backward":
+        # One layer computes while the next is gathered (through a flat buffer) and the last is reduced (the same).
+        head = sizes.gathered(sizes.head)
+        in_flight = 2 * layer + sizes.layer
+        gathered = sizes.gathered(sizes.full) if sizes.keeps_parameters else root + 2 * layer
+        return shard, kept + head + layer, gathered + in_flight
+    if phase == "optimizer":  # the root's gradients and the flat buffer that reduces them
+        tied = sizes.gathered(sizes.head) if sizes.tied else 0
+        return shard, shard + root + tied, root + sizes.outer
+    return shard, 0, sizes.full
+
+
+def _largest_share(tensors: tuple[int, ...], ranks: int, *, whole: bool) -> int:
+    """Elements of the fattest rank: an equal share, or whole tensors dealt out largest first to the emptiest rank."""
+    if not whole:
+        return -(-sum(tensors) // ranks)
+    shares = [0] * ranks
+    for size in sorted(tensors, reverse=True):
+        shares[shares.index(min(shares))] += size
+    return max(shares)
+
+
+def _kept_by_allocator(
+    model: DecoderConfig,
+    tensors: tuple[int, ...],
+    activations: int,
+    *,
+    sharded: bool,
+    gradients_move: bool,
+    rows: int,
+    sequence_length: int,
+    arithmetic: Arithmetic,
+) -> int:
+    """Bytes that malloc holds at the peak without anyone using them."""
+    tokens, element = rows * sequence_length, _FP32 if arithmetic == "fp32" else _BF16
+    if tokens * model.hidden_size * element > _KEPT_BLOCK_BYTES:
+        activations = 0
+    elif tokens * model.intermediate_size * element > _KEPT_BLOCK_BYTES:
+        activations -= model.num_layers * 4 * tokens * model.intermediate_size * element
+    small = _FP32 * sum(size for size in tensors if _FP32 * size <= _KEPT_BLOCK_BYTES)
+    kept = small if gradients_move else 0
+    if sharded:
+        return kept + int(_KEPT_OF_ACTIVATIONS_SHARDED * activations + _KEPT_OF_PARAMETERS_SHARDED * small)
+    return kept + int(_KEPT_OF_ACTIVATIONS * activations)

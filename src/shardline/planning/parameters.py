@@ -27,7 +27,7 @@ class ParameterCount:
     num_layers: int
     final_norm: int
     head: int
-    largest_tensor: int
+    tensors: tuple[int, ...]  # the size of every tensor, in no order
 
     @property
     def layers(self) -> int:
@@ -46,12 +46,16 @@ def count_parameters(model: DecoderConfig) -> ParameterCount:
     biases = model.qkv_bias * (queries + 2 * keys) + model.o_bias * hidden + model.mlp_bias * (2 * ffn + hidden)
     norms = 2 * hidden + model.qk_norm * 2 * model.head_dim
     embedding = model.vocab_size * hidden
+    head = 0 if model.tie_word_embeddings else embedding
+    layer_tensors = [hidden * queries] * 2 + [hidden * keys] * 2 + [hidden * ffn] * 3 + [hidden] * 2
+    layer_tensors += [model.head_dim] * (2 * model.qk_norm) + [queries, keys, keys] * model.qkv_bias
+    layer_tensors += [hidden] * model.o_bias + [ffn, ffn, hidden] * model.mlp_bias
     return ParameterCount(
         embedding=embedding,
         layer=matrices + biases + norms,
         layer_matrices=matrices,
         num_layers=model.num_layers,
         final_norm=hidden,
-        head=0 if model.tie_word_embeddings else embedding,
-        largest_tensor=max(embedding, hidden * ffn, hidden * queries),
+        head=head,
+        tensors=(embedding, hidden, *([head] if head else []), *(layer_tensors * model.num_layers)),
     )

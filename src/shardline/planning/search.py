@@ -1,8 +1,8 @@
 """Which layouts fit on this machine, which one to take, and why not the others.
 
     plan = make_plan(model, run, num_processes=2, machine=probe())
-    plan.chosen          # a Layout with its reason; None when nothing fits
-    plan.configured      # the layout that the config itself asks for
+    plan.chosen          # a Candidate with its reason; None when nothing fits
+    plan.configured      # the candidate that the config itself asks for
     plan.require()       # raises InfeasibleError when the configured layout does not fit
 
 Candidates are ZeRO 0 to 3 over the given processes, each with every micro-batch that divides a rank's rows. One
@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, cast
 
-from shardline.config import InfeasibleError, RunConfig, UsageError
+from shardline.config import InfeasibleError, RunConfig
+from shardline.parallel.grid import Layout
 from shardline.planning.memory import MemoryPrediction, predict
 from shardline.planning.parameters import count_parameters
 
@@ -23,26 +24,31 @@ if TYPE_CHECKING:
     from shardline.hardware.probe import Machine
     from shardline.models.config import DecoderConfig
 
-__all__ = ["Layout", "Plan", "data_ranks", "make_plan"]
+__all__ = ["Candidate", "Plan", "make_plan"]
 
 _FP32 = 4
 GIB = 1 << 30
+Zero = Literal[0, 1, 2, 3]
+_STAGES: tuple[Zero, ...] = (0, 1, 2, 3)
+# Memory that differs by less is the same: the lower ZeRO stage is simpler.
+_SAME_MEMORY = 1.02
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class Candidate:
     """One way to lay the run out, what it takes, and a reason: why it is chosen, or why not."""
 
-    data: int
-    tensor: int
-    pipeline: int
-    zero: int
+    layout: Layout
     micro_batch: int
     num_micro_batches: int  # of one step on one rank
     prediction: MemoryPrediction
     sent_bytes: int  # by one process in one step
     fits: bool
     reason: str = ""
+
+    @property
+    def zero(self) -> Zero:
+        return cast(Zero, self.layout.zero)
 
     @property
     def name(self) -> str:
@@ -58,9 +64,9 @@ class Plan:
     machine: Machine
     num_processes: int
     budget_bytes: int  # for one process
-    layouts: tuple[Layout, ...]
-    chosen: Layout | None
-    configured: Layout
+    layouts: tuple[Candidate, ...]
+    chosen: Candidate | None
+    configured: Candidate
 
     @property
     def num_parameters(self) -> int:
@@ -92,17 +98,22 @@ class Plan:
 def make_plan(model: DecoderConfig, run: RunConfig, *, num_processes: int, machine: Machine) -> Plan:
     """Returns the plan of `run` over `num_processes` processes of `machine`.
 
-    Raises `UsageError` when the config's batch does not divide, `InfeasibleError` when the processes are not as many
-    as the layout needs. A plan in which nothing fits is returned: `require` raises.
+    Raises `InfeasibleError` when the batch does not divide or the processes are not as many as the layout needs. A
+    plan in which nothing fits is returned: `require` raises.
     """
-    ranks = data_ranks(run, num_processes=num_processes)
-    rows = _rows_per_rank(run, ranks)
+    layout = Layout.resolve(run.parallel, world_size=num_processes)
+    rows = layout.accumulation(run.train) * run.train.micro_batch
     budget_bytes = machine.memory_available_bytes // num_processes
     wanted = run.train.micro_batch
     layouts = [
-        _layout(model, run, ranks, rows, zero=zero, micro_batch=micro_batch, budget_bytes=budget_bytes)
+        _candidate(
+            model,
+            with_layout(run, zero=zero, micro_batch=micro_batch),
+            dataclasses.replace(layout, zero=zero),
+            budget_bytes,
+        )
         for micro_batch in _divisors(rows)
-        for zero in (0, 1, 2, 3)
+        for zero in _STAGES
     ]
     chosen = _choose(layouts, wanted)
     explained = tuple(
@@ -120,62 +131,20 @@ def make_plan(model: DecoderConfig, run: RunConfig, *, num_processes: int, machi
     )
 
 
-def data_ranks(run: RunConfig, *, num_processes: int) -> int:
-    """Returns the number of data ranks, or raises `InfeasibleError` with the equation filled in."""
-    parallel = run.parallel
-    others = parallel.tensor * parallel.pipeline
-    if others > 1:
-        raise InfeasibleError(
-            f"parallel.tensor x parallel.pipeline = {parallel.tensor} x {parallel.pipeline}, and training is laid out "
-            f"over data ranks alone; set both to 1 and use parallel.zero to share memory."
-        )
-    if parallel.data == "auto":
-        return num_processes
-    if parallel.data != num_processes:
-        raise InfeasibleError(
-            f"parallel.data x tensor x pipeline = {parallel.data} x {parallel.tensor} x {parallel.pipeline} = "
-            f"{parallel.data * others} processes, but there {_are(num_processes)}; start "
-            f"{parallel.data * others} (--nproc {parallel.data * others}) or set parallel.data: auto."
-        )
-    return parallel.data
-
-
-def _rows_per_rank(run: RunConfig, ranks: int) -> int:
-    batch, micro = run.train.global_batch, run.train.micro_batch
-    if batch % (ranks * micro):
-        fitting = [str(size) for size in _divisors(batch // ranks)] if batch % ranks == 0 else []
-        advice = (
-            f"set train.micro_batch to {' or '.join(fitting)}"
-            if fitting
-            else f"set train.global_batch to a multiple of {ranks * micro}, such as {_round_up(batch, ranks * micro)}"
-        )
-        raise UsageError(
-            f"train.global_batch = {batch} is not a multiple of data ranks x train.micro_batch = {ranks} x {micro} = "
-            f"{ranks * micro}; {advice}."
-        )
-    return batch // ranks
-
-
-def _layout(
-    model: DecoderConfig, run: RunConfig, ranks: int, rows: int, *, zero: int, micro_batch: int, budget_bytes: int
-) -> Layout:
-    candidate = with_layout(run, zero=zero, micro_batch=micro_batch)
-    prediction = predict(model, candidate, data_ranks=ranks)
-    num_micro_batches = rows // micro_batch
-    return Layout(
-        data=ranks,
-        tensor=1,
-        pipeline=1,
-        zero=zero,
-        micro_batch=micro_batch,
+def _candidate(model: DecoderConfig, run: RunConfig, layout: Layout, budget_bytes: int) -> Candidate:
+    prediction = predict(model, run, data_ranks=layout.data, zero=layout.zero)
+    num_micro_batches = layout.accumulation(run.train)
+    return Candidate(
+        layout=layout,
+        micro_batch=run.train.micro_batch,
         num_micro_batches=num_micro_batches,
         prediction=prediction,
-        sent_bytes=sent_bytes(count_parameters(model).total, ranks, zero=zero, num_micro_batches=num_micro_batches),
+        sent_bytes=sent_bytes(model, run, layout, num_micro_batches=num_micro_batches),
         fits=prediction.high_bytes <= budget_bytes,
     )
 
 
-def with_layout(run: RunConfig, *, zero: int, micro_batch: int) -> RunConfig:
+def with_layout(run: RunConfig, *, zero: Zero, micro_batch: int) -> RunConfig:
     """Returns `run` with another ZeRO stage and micro-batch."""
     return dataclasses.replace(
         run,
@@ -184,29 +153,33 @@ def with_layout(run: RunConfig, *, zero: int, micro_batch: int) -> RunConfig:
     )
 
 
-def sent_bytes(num_parameters: int, ranks: int, *, zero: int, num_micro_batches: int) -> int:
+def sent_bytes(model: DecoderConfig, run: RunConfig, layout: Layout, *, num_micro_batches: int) -> int:
     """Returns the bytes that one process sends in one step, by ring collectives, each (n - 1) / n of the tensor.
 
     DDP all-reduces gradients once (2 P). ZeroRedundancyOptimizer broadcasts the new parameters besides (P more).
-    FSDP2 gathers parameters and reduce-scatters gradients; ZeRO-3 gathers again for each backward.
+    FSDP2 gathers the parameters (P, in the compute dtype) and reduce-scatters the gradients (P) for every
+    micro-batch; ZeRO-3 gathers once more for backward.
     """
-    volume = {0: 2, 1: 3, 2: 1 + 1, 3: 2 * num_micro_batches + 1}[zero]
-    return volume * _FP32 * num_parameters * (ranks - 1) // ranks
+    gathers = {0: 0, 1: 0, 2: 1, 3: 2}[layout.zero] * num_micro_batches
+    reductions = {0: 2, 1: 3, 2: num_micro_batches, 3: num_micro_batches}[layout.zero]
+    gathered_bytes = 2 if run.train.precision == "bf16" else _FP32
+    total = (gathers * gathered_bytes + reductions * _FP32) * count_parameters(model).total
+    return total * (layout.data - 1) // layout.data
 
 
-def _choose(layouts: list[Layout], wanted: int) -> Layout | None:
-    """The wanted micro-batch or the next smaller one that fits; then least sent, then least memory, then ZeRO stage."""
+def _choose(layouts: list[Candidate], wanted: int) -> Candidate | None:
+    """The wanted micro-batch or the next smaller one that fits; then least sent, then clearly least memory."""
     fitting = [layout for layout in layouts if layout.fits and layout.micro_batch <= wanted]
     if not fitting:
         return None
     largest = max(layout.micro_batch for layout in fitting)
-    return min(
-        (layout for layout in fitting if layout.micro_batch == largest),
-        key=lambda layout: (layout.sent_bytes, layout.prediction.total_bytes, layout.zero),
-    )
+    rivals = [layout for layout in fitting if layout.micro_batch == largest]
+    rivals = [layout for layout in rivals if layout.sent_bytes == min(rival.sent_bytes for rival in rivals)]
+    least = min(layout.prediction.total_bytes for layout in rivals)
+    return next(layout for layout in rivals if layout.prediction.total_bytes <= _SAME_MEMORY * least)
 
 
-def _reason(layout: Layout, chosen: Layout | None, layouts: list[Layout], budget_bytes: int) -> str:
+def _reason(layout: Candidate, chosen: Candidate | None, layouts: list[Candidate], budget_bytes: int) -> str:
     total, high = layout.prediction.total_bytes, layout.prediction.high_bytes
     if not layout.fits:
         if total <= budget_bytes:
@@ -223,22 +196,21 @@ def _reason(layout: Layout, chosen: Layout | None, layouts: list[Layout], budget
         more = layout.sent_bytes / chosen.sent_bytes
         return f"fits, but sends {more:.2g} times as much ({_gib(layout.sent_bytes)} a step)"
     spare = total - chosen.prediction.total_bytes
-    if spare:
+    if total > _SAME_MEMORY * chosen.prediction.total_bytes:
         return f"fits and sends as much, but takes {_gib(spare)} more per process"
-    return "fits, and with one process it is the same as ZeRO-0"
+    return f"fits, and is no better here than {chosen.name}"
 
 
-def _why_chosen(chosen: Layout, layouts: list[Layout], budget_bytes: int) -> str:
+def _why_chosen(chosen: Candidate, layouts: list[Candidate], budget_bytes: int) -> str:
     total = chosen.prediction.total_bytes
     fit = f"fits ({_gib(total)} of {_gib(budget_bytes)} per process)"
-    if chosen.data == 1:
+    if chosen.layout.data == 1:
         return f"{fit}; one process has nothing to share"
     rivals = [x for x in layouts if x.fits and x.micro_batch == chosen.micro_batch and x is not chosen]
     if not rivals:
         return f"{fit}; it is the only one with micro-batch {chosen.micro_batch} that does"
-    equal = [x for x in rivals if x.sent_bytes == chosen.sent_bytes]
-    if equal:
-        return f"{fit}; none sends less, and of those that send as little it takes the least memory"
+    if any(x.sent_bytes == chosen.sent_bytes for x in rivals):
+        return f"{fit}; none sends less, and none that sends as little takes clearly less memory"
     return f"{fit} and sends the least ({_gib(chosen.sent_bytes)} a step)"
 
 
@@ -264,44 +236,52 @@ def _fixes(plan: Plan) -> list[str]:
         if predict(model, alone, data_ranks=processes).high_bytes * processes <= plan.machine.memory_available_bytes:
             fixes.append(f"--nproc {processes} --train.micro_batch 1 --parallel.zero {least.zero} would fit.")
             break
-    smaller = _largest_preset(plan, least)
+    smaller = _largest_preset(plan, with_layout(run, zero=least.zero, micro_batch=least.micro_batch))
     if smaller:
-        fixes.append(f"--model.preset {smaller} would fit.")
-    processes = 2 * plan.num_processes
-    while processes <= 4096:
-        shared = with_layout(run, zero=3, micro_batch=1)
-        if predict(model, shared, data_ranks=processes).high_bytes <= plan.budget_bytes:
-            machines = processes // plan.num_processes
-            fixes.append(f"{machines} machines like this one ({processes} processes, --parallel.zero 3) would fit.")
-            break
-        processes *= 2
+        fixes.append(f"--model.preset {smaller} --parallel.zero {least.zero} would fit.")
+    short = dataclasses.replace(run, data=dataclasses.replace(run.data, sequence_length=128))
+    smallest = _largest_preset(plan, with_layout(short, zero=least.zero, micro_batch=1))
+    if smallest and smallest != smaller:
+        fixes.append(f"--model.preset {smallest} --data.sequence_length 128 --train.micro_batch 1 would fit too.")
+    fixes += _more_machines(plan)
     needed = least.prediction.high_bytes * plan.num_processes
     fixes.append(f"A machine with {_gib(needed)} available would run {least.name} in {plan.num_processes} processes.")
     return fixes
 
 
-def _largest_preset(plan: Plan, least: Layout) -> str | None:
+def _more_machines(plan: Plan) -> list[str]:
+    """The fewest machines like this one over which ZeRO-3 fits, with shorter rows where it must be."""
+    length = plan.run.data.sequence_length
+    while length >= 64:
+        data = dataclasses.replace(plan.run.data, sequence_length=length)
+        run = with_layout(dataclasses.replace(plan.run, data=data), zero=3, micro_batch=1)
+        machines = 2
+        while machines <= 1024:
+            ranks = machines * plan.num_processes
+            if predict(plan.model, run, data_ranks=ranks).high_bytes <= plan.budget_bytes:
+                rows = "" if length == plan.run.data.sequence_length else f" and --data.sequence_length {length}"
+                return [
+                    f"{machines} machines like this one ({ranks} processes) with --parallel.zero 3{rows} would fit."
+                ]
+            machines *= 2
+        length //= 2
+    return []
+
+
+def _largest_preset(plan: Plan, run: RunConfig) -> str | None:
     from shardline.models.presets import PRESETS, preset
 
-    fitting = {}
-    for name in PRESETS:
-        run = with_layout(plan.run, zero=least.zero, micro_batch=least.micro_batch)
-        model = preset(name)
-        if predict(model, run, data_ranks=plan.num_processes).high_bytes <= plan.budget_bytes:
-            fitting[name] = count_parameters(model).total
+    models = {name: preset(name) for name in PRESETS}
+    fitting = {
+        name: count_parameters(model).total
+        for name, model in models.items()
+        if predict(model, run, data_ranks=plan.num_processes).high_bytes <= plan.budget_bytes
+    }
     return max(fitting, key=lambda name: fitting[name]) if fitting else None
 
 
 def _divisors(count: int) -> list[int]:
     return [size for size in range(1, count + 1) if count % size == 0]
-
-
-def _round_up(count: int, step: int) -> int:
-    return -(-count // step) * step
-
-
-def _are(count: int) -> str:
-    return "is 1" if count == 1 else f"are {count}"
 
 
 def _gib(count: int) -> str:

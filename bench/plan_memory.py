@@ -1,0 +1,223 @@
+"""Predicted against measured memory: trains a few steps in each layout and compares every run's fattest process.
+
+    python bench/plan_memory.py                       # all cases, about five minutes on two cores
+    python bench/plan_memory.py --only 34m --json out.json
+
+A case is one model, batch and layout. Its processes are started as `shardline train` starts them, build the model,
+run three steps and one evaluation on random tokens, and report the kernel's high-water mark of their own memory
+(VmHWM). The prediction is what `shardline plan` would say.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from shardline.config import RunConfig, load_config
+from shardline.models.config import DecoderConfig, RopeConfig
+from shardline.models.presets import preset
+
+GIB = 1 << 30
+
+MODELS: dict[str, DecoderConfig] = {
+    "tiny": preset("tiny"),
+    "34m": DecoderConfig(
+        vocab_size=8192,
+        hidden_size=512,
+        intermediate_size=1408,
+        num_layers=9,
+        num_heads=8,
+        num_kv_heads=4,
+        head_dim=64,
+        rope=RopeConfig(),
+        tie_word_embeddings=False,
+    ),
+    "smollm2-135m": preset("smollm2-135m"),
+    "qwen3-wide-vocabulary": DecoderConfig(
+        family="qwen3",
+        vocab_size=100_000,
+        hidden_size=256,
+        intermediate_size=768,
+        num_layers=4,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=64,
+        qk_norm=True,
+        tie_word_embeddings=True,
+    ),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    model: str
+    processes: int
+    zero: int
+    micro_batch: int = 2
+    accumulation: int = 1
+    sequence_length: int = 512
+    precision: str = "fp32"
+
+    @property
+    def name(self) -> str:
+        return (
+            f"{self.model} {self.precision} n={self.processes} zero={self.zero} "
+            f"b={self.micro_batch}x{self.accumulation} T={self.sequence_length}"
+        )
+
+    def config(self) -> RunConfig:
+        words = {
+            "parallel.zero": self.zero,
+            "train.micro_batch": self.micro_batch,
+            "train.global_batch": self.micro_batch * self.accumulation * self.processes,
+            "train.precision": self.precision,
+            "data.sequence_length": self.sequence_length,
+            "train.eval_rows": self.micro_batch * self.processes,
+        }
+        return load_config(None, [f"--{name}={value}" for name, value in words.items()])
+
+
+CASES = [
+    Case(model="tiny", processes=1, zero=0),
+    Case(model="tiny", processes=2, zero=0, micro_batch=8),
+    Case(model="tiny", processes=2, zero=2),
+    *(Case(model="34m", processes=2, zero=zero) for zero in (0, 1, 2, 3)),
+    Case(model="34m", processes=1, zero=0),
+    Case(model="34m", processes=1, zero=0, micro_batch=1, accumulation=4, sequence_length=1024),
+    Case(model="34m", processes=2, zero=0, micro_batch=8),
+    Case(model="34m", processes=2, zero=3, micro_batch=4, accumulation=2),
+    Case(model="34m", processes=4, zero=1, micro_batch=1),
+    Case(model="34m", processes=4, zero=3, micro_batch=1),
+    Case(model="smollm2-135m", processes=2, zero=0, micro_batch=1),
+    Case(model="smollm2-135m", processes=2, zero=2, micro_batch=1),
+    Case(model="smollm2-135m", processes=2, zero=3, micro_batch=1, sequence_length=256),
+    Case(model="qwen3-wide-vocabulary", processes=2, zero=1, micro_batch=4),
+    Case(model="qwen3-wide-vocabulary", processes=2, zero=3, micro_batch=4),
+    Case(model="34m", processes=1, zero=0, precision="bf16"),
+    Case(model="34m", processes=2, zero=2, precision="bf16"),
+]
+
+
+class RandomRows:
+    """Rows as `text.rows.PackedDataset` gives them, two documents in each, without a file."""
+
+    num_rows = 1 << 20
+
+    def __init__(self, vocab_size: int, sequence_length: int) -> None:
+        self._vocab_size, self._length = vocab_size, sequence_length
+
+    def batch(self, rows: Any) -> Any:
+        from shardline.text.rows import Batch
+
+        generator = np.random.default_rng(int(rows[0]))
+        tokens_BT = generator.integers(self._vocab_size, size=(len(rows), self._length))
+        half = self._length // 2
+        documents_T = (np.arange(self._length) >= half).astype(np.int32)
+        return Batch(
+            tokens_BT=tokens_BT,
+            targets_BT=np.roll(tokens_BT, -1, axis=1),
+            documents_BT=np.tile(documents_T, (len(rows), 1)),
+            positions_BT=np.tile(np.arange(self._length) % half, (len(rows), 1)),
+        )
+
+
+def work(case: Case, steps: int) -> None:
+    """One process of a case: trains, and prints its memory as JSON."""
+    from shardline.hardware.memory import peak_rss_bytes, rss_bytes
+    from shardline.models.decoder import Decoder
+    from shardline.parallel.world import start_world
+    from shardline.training.trainer import Trainer
+
+    model, config = MODELS[case.model], case.config()
+    rows: Any = RandomRows(model.vocab_size, case.sequence_length)
+    with start_world() as world:
+        seen = {"start": rss_bytes()}
+        decoder = Decoder(model)
+        decoder.initialize(seed=0)
+        seen["model"] = rss_bytes()
+        trainer = Trainer(config=config, world=world, decoder=decoder, rows=rows, heldout=rows)
+        seen["laid out"] = peak_rss_bytes()
+        for step in range(steps):
+            trainer.train_step()
+            seen[f"step {step + 1}"] = peak_rss_bytes()
+        seen["resting"] = rss_bytes()
+        trainer.evaluate()
+        seen["peak"] = peak_rss_bytes()
+        print(json.dumps({"rank": world.rank, **seen}), flush=True)
+
+
+def measure(case: Case, steps: int) -> dict[str, int]:
+    """Returns the fattest process's memory at each point, in bytes."""
+    threads = max(1, (os.cpu_count() or 1) // case.processes)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": str(threads),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(case.processes),
+    }
+    command = [sys.executable, __file__, "--work", json.dumps(vars(case)), "--steps", str(steps)]
+    ranks = [
+        subprocess.Popen(
+            command, env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}, stdout=subprocess.PIPE
+        )
+        for rank in range(case.processes)
+    ]
+    outputs = [rank.communicate()[0] for rank in ranks]
+    if not all(outputs):
+        raise SystemExit(f"{case.name} failed, exit codes {[rank.returncode for rank in ranks]}")
+    results = [json.loads(output.splitlines()[-1]) for output in outputs]
+    return max(results, key=lambda result: result["peak"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="cases whose name holds this text")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--json", help="file for the results")
+    parser.add_argument("--work", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.work:
+        work(Case(**json.loads(args.work)), args.steps)
+        return
+    from shardline.planning.memory import predict
+
+    results = []
+    print("| case | predicted GiB | measured GiB | error | phase |\n|---|---|---|---|---|", flush=True)
+    for case in CASES:
+        if args.only not in case.name:
+            continue
+        seen = measure(case, args.steps)
+        prediction = predict(MODELS[case.model], case.config(), data_ranks=case.processes)
+        error = prediction.total_bytes / seen["peak"] - 1
+        print(
+            f"| {case.name} | {prediction.total_bytes / GIB:.2f} | {seen['peak'] / GIB:.2f} | {100 * error:+.1f} % "
+            f"| {prediction.phase} |",
+            flush=True,
+        )
+        results.append({"case": case.name, "predicted": prediction.to_json(), "measured": seen, "error": error})
+        if args.json:
+            with open(args.json, "w", encoding="utf-8") as file:
+                json.dump(results, file, indent=1)
+    errors = sorted(abs(result["error"]) for result in results)
+    if errors:
+        within = sum(error <= 0.1 for error in errors)
+        print(
+            f"\n{within} of {len(errors)} within 10 %; worst {100 * errors[-1]:.1f} %, "
+            f"median {100 * errors[len(errors) // 2]:.1f} %"
+        )
+
+
+if __name__ == "__main__":
+    main()
