@@ -143,6 +143,16 @@ def test_a_wrong_type_names_the_field(local: LocalServer):
     assert (status, answer["error"]["message"]) == (400, "prompt is missing.")
 
 
+def test_extreme_numbers_are_refused_or_answered_never_a_500(local: LocalServer):
+    extremes = [2**31, 2**53 + 1, 2**63 - 1, 2**63, 2**64 - 1, 2**64, -1, -(2**63), 1e-300, 1e300, 1e-40, 0, 99.9]
+    fields = ["max_tokens", "min_tokens", "top_k", "seed", "n", "logprobs", "temperature", "top_p", "min_p"]
+    fields += ["presence_penalty", "frequency_penalty", "repetition_penalty"]
+    for field in fields:
+        for value in extremes:
+            body = {"prompt": "abc", "max_tokens": 2, "min_tokens": 1, "top_p": 0.9, field: value}
+            check(local, "/v1/completions", json.dumps(body).encode())
+
+
 def test_unknown_places_and_methods_are_error_objects(local: LocalServer):
     status, answer = call_json(local.url, "/v2/models")
     assert (status, answer["error"]["code"]) == (404, "not_found")

@@ -66,12 +66,12 @@ class SamplingParams:
     prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        _check_range("temperature", self.temperature, low=0.0, high=math.inf)
+        _check_range("temperature", self.temperature, low=0.0, high=100.0)
         _check_range("top_p", self.top_p, low=0.0, high=1.0, open_low=True)
         _check_range("min_p", self.min_p, low=0.0, high=1.0)
         _check_range("presence_penalty", self.presence_penalty, low=-2.0, high=2.0)
         _check_range("frequency_penalty", self.frequency_penalty, low=-2.0, high=2.0)
-        _check_range("repetition_penalty", self.repetition_penalty, low=0.0, high=math.inf, open_low=True)
+        _check_range("repetition_penalty", self.repetition_penalty, low=0.01, high=100.0)
         if self.top_k < -1:
             raise RequestError(f"top_k = {self.top_k} must be at least 1, or 0 for all tokens.", param="top_k")
         if self.max_tokens is not None and self.max_tokens < 0:
@@ -116,8 +116,7 @@ def _check_range(name: str, value: float, *, low: float, high: float, open_low: 
     if math.isfinite(value) and not too_low and value <= high:
         return
     at_least = f"greater than {low:g}" if open_low else f"at least {low:g}"
-    at_most = f" and at most {high:g}" if math.isfinite(high) else " and finite"
-    raise RequestError(f"{name} = {value:g} must be {at_least}{at_most}.", param=name.partition("[")[0])
+    raise RequestError(f"{name} = {value:g} must be {at_least} and at most {high:g}.", param=name.partition("[")[0])
 
 
 @dataclass(frozen=True, kw_only=True)

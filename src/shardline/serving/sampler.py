@@ -100,8 +100,9 @@ def _draw(logits_RV: Tensor, sequences: list[Sequence]) -> list[int]:
     scaled_RV = logits_RV / torch.tensor([[max(p.temperature, MIN_TEMPERATURE)] for p in params])
     uniforms = [sequence.rng.random() for sequence in sequences]
     tokens = [-1] * len(sequences)
-    narrow = [row for row, p in enumerate(params) if p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0]
-    whole = [row for row in range(len(params)) if row not in set(narrow)]
+    cut = [p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0 for p in params]
+    narrow = [row for row, is_cut in enumerate(cut) if is_cut]
+    whole = [row for row, is_cut in enumerate(cut) if not is_cut]
     if narrow:
         vocab_size = scaled_RV.shape[1]
         size = max(params[row].top_k if params[row].top_k > 0 else NUM_CANDIDATES for row in narrow)
@@ -127,7 +128,7 @@ def _draw_from_candidates(
     part_RV = scaled_RV[rows]
     num_tokens = part_RV.shape[1]
     values_RC, ids_RC = part_RV.topk(size, dim=-1)
-    top_k = [params[row].top_k if params[row].top_k > 0 else num_tokens for row in rows]
+    top_k = [min(params[row].top_k, num_tokens) if params[row].top_k > 0 else num_tokens for row in rows]
     values_RC = values_RC.masked_fill(torch.arange(size) >= torch.tensor(top_k).unsqueeze(1), -math.inf)
     # A top-k row is normalised over its k tokens, any other over the whole vocabulary.
     limited = torch.tensor([k < num_tokens for k in top_k]).unsqueeze(1)
