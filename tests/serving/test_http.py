@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from serving.conftest import LocalServer, local_server
-from serving.tiny_models import ScriptedTokens, make_engine
+from serving.tiny_models import SCRIPTS, ScriptedTokens, make_engine
 from shardline.serving.client import stream_chat
 from shardline.serving.engine import Engine
 from shardline.serving.runner import Runner
@@ -101,13 +101,13 @@ def test_usage_comes_in_a_frame_of_its_own_when_asked_for(local: LocalServer):
     assert text == whole["choices"][0]["message"]["content"]
 
 
-@pytest.mark.parametrize("text", ["日本語の文章です。", "안녕하세요", "a 👩‍👩‍👧‍👦 b"])
+@pytest.mark.parametrize("text", SCRIPTS.values(), ids=SCRIPTS.keys())
 def test_chunks_join_to_the_text_without_a_split_character(scripted: Any, text: str):
     url = scripted(text)
     body = {**CHAT, "max_tokens": len(text.encode())}
     pieces = [frame["choices"][0]["delta"].get("content", "") for frame in stream(url, "/v1/chat/completions", body)]
     assert "".join(pieces) == text
-    assert not any("�" in piece for piece in pieces)
+    assert not any("\ufffd" in piece for piece in pieces)
 
 
 @pytest.mark.parametrize("streaming", [True, False], ids=["stream", "whole"])

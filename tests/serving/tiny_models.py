@@ -17,6 +17,14 @@ from shardline.serving.engine import Engine, EngineConfig
 from shardline.serving.requests import Request, SamplingParams
 from shardline.text.tokenizer import Tokenizer, byte_tokenizer
 
+SCRIPTS = {
+    "japanese": "\u65e5\u672c\u8a9e\u306e\u6587\u7ae0\u3067\u3059\u3002",
+    "korean": "\uc548\ub155\ud558\uc138\uc694 \uc138\uacc4",
+    "emoji": "a \U0001f469\u200d\U0001f469\u200d\U0001f467\u200d\U0001f466 b \U0001f3f3\ufe0f\u200d\U0001f308!",
+    "accents": "na\u00efve caf\u00e9",
+}
+"""Texts whose characters are several bytes, and so several tokens of the byte tokenizer."""
+
 
 def tiny_config(tokenizer: Tokenizer, **changes: Any) -> DecoderConfig:
     """The `tiny` preset, made smaller still, over the byte tokenizer's vocabulary."""
