@@ -244,6 +244,11 @@ def _fixes(plan: Plan) -> list[str]:
     if smallest and smallest != smaller:
         fixes.append(f"--model.preset {smallest} --data.sequence_length 128 --train.micro_batch 1 would fit too.")
     fixes += _more_machines(plan)
+    alone = predict(model, with_layout(short, zero=0, micro_batch=1), data_ranks=1).high_bytes
+    fixes.append(
+        f"The least that this model trains in is {_gib(alone)}: --nproc 1 --data.sequence_length 128 "
+        "--train.micro_batch 1."
+    )
     needed = least.prediction.high_bytes * plan.num_processes
     fixes.append(f"A machine with {_gib(needed)} available would run {least.name} in {plan.num_processes} processes.")
     return fixes
