@@ -114,7 +114,10 @@ def test_torchrun_and_our_launcher_do_the_same(tmp_path):
     # `--` keeps torchrun from reading our flags: it takes `--run` for an abbreviation of its own `--run-path`.
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "--"]
     theirs = subprocess.run(
-        [*torchrun, "shardline", *words, "--run", str(tmp_path / "theirs")], env=environment, capture_output=True, text=True
+        [*torchrun, "shardline", *words, "--run", str(tmp_path / "theirs")],
+        env=environment,
+        capture_output=True,
+        text=True,
     )
     assert theirs.returncode == 0, theirs.stderr
     first, second = json.loads(ours.stdout), json.loads(theirs.stdout)

@@ -6,8 +6,8 @@ import json
 
 import pytest
 import torch
-from models.oracle import save_oracle
 
+from models.oracle import save_oracle
 from shardline.checkpoints.huggingface import load_decoder, save_folder
 from shardline.cli.main import main
 from shardline.config import UsageError

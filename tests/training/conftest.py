@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from training.workers import Workers
 
 from shardline.config import DataConfig, OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
+from training.workers import Workers
 
 
 @pytest.fixture(scope="session")

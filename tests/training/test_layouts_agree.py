@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
 from training.conftest import with_layout
 from training.jobs import first_gradients, losses, max_weight_difference
 

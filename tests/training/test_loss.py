@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from training.jobs import small_model
 
 from shardline.models.attention import DenseAttention
 from shardline.models.decoder import Decoder
 from shardline.training.loss import IGNORED, LanguageModelLoss
+from training.jobs import small_model
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])

@@ -7,6 +7,7 @@ import shutil
 
 import numpy as np
 import pytest
+
 from training.conftest import with_layout
 from training.jobs import losses, parameter_dtypes
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from training.jobs import small_model
 
 from shardline.config import OptimizerConfig
 from shardline.models.decoder import Decoder
 from shardline.parallel.data import clip_gradients, parallelize
 from shardline.parallel.grid import Layout
 from shardline.training.optimizer import build_optimizer, learning_rate
+from training.jobs import small_model
 
 
 def rates(schedule: str, steps: int = 100, **options: float) -> list[float]:

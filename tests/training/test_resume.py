@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
-from training.conftest import with_layout
 
 from shardline.checkpoints.huggingface import load_decoder
 from shardline.checkpoints.native import Checkpoint, find_checkpoints
@@ -25,6 +24,7 @@ from shardline.models.attention import DenseAttention
 from shardline.text.tokenizer import Tokenizer
 from shardline.training.run import train
 from shardline.training.run_directory import read_metrics
+from training.conftest import with_layout
 
 
 def run_job(world, config: RunConfig, cache: Path, resume: bool, steps: int) -> dict:
@@ -36,7 +36,7 @@ def run_job(world, config: RunConfig, cache: Path, resume: bool, steps: int) -> 
     return dataclasses.asdict(train(config, world=world, console=console, resume=resume))
 
 
-class _Stop(Exception):
+class _StopError(Exception):
     pass
 
 
@@ -48,12 +48,12 @@ def _train_until(steps: int, config, world, console):
         def _save(self) -> None:
             super()._save()
             if self._trainer.step == steps:
-                raise _Stop
+                raise _StopError
 
     original, module._Loop = module._Loop, Stopping
     try:
         train(config, world=world, console=console)
-    except _Stop:
+    except _StopError:
         return module.TrainResult(**{field.name: None for field in dataclasses.fields(module.TrainResult)})
     finally:
         module._Loop = original
@@ -71,9 +71,7 @@ def run_config(base_config, tmp_path_factory):
     config = dataclasses.replace(config, checkpoint=CheckpointConfig(every=3, keep_last=2))
 
     def make(name: str, *, zero: int = 0, micro_batch: int = 4) -> RunConfig:
-        return dataclasses.replace(
-            with_layout(config, zero=zero, micro_batch=micro_batch), run=str(folder / name)
-        )
+        return dataclasses.replace(with_layout(config, zero=zero, micro_batch=micro_batch), run=str(folder / name))
 
     return make
 

@@ -1,7 +1,7 @@
 """Show the resolved config, or the JSON schema of the config file.
 
-    shardline config show [FILE.yaml] [--section.field VALUE ...]
-    shardline config schema > shardline.schema.json
+shardline config show [FILE.yaml] [--section.field VALUE ...]
+shardline config schema > shardline.schema.json
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The command line: `shardline VERB ...`. It knows the verbs' names; each verb's module knows the rest.
 
-A verb's module has `add_arguments(parser)` and `run(args) -> dict | None`; with `TAKES_OVERRIDES = True` the words that
-its parser does not know arrive in `args.overrides` (`--section.field VALUE`). `args.words` are all words, as typed. `main` prints that dict as one JSON
-object on standard output under `--json`, and turns errors into one sentence and an exit code:
-0 done, 1 failed, 2 bad usage, 3 infeasible.
+A verb's module has `add_arguments(parser)` and `run(args) -> dict | None`. `main` prints that dict as one JSON object
+on standard output under `--json`, and turns errors into one sentence and an exit code: 0 done, 1 failed, 2 bad usage,
+3 infeasible; an `exit_code` in the dict becomes ours. With `TAKES_OVERRIDES = True` the config keys among the words
+(`--section.field VALUE`) arrive in `args.overrides`. `args.words` are all words as typed.
 """
 
 from __future__ import annotations

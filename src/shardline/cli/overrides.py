@@ -11,7 +11,7 @@ __all__ = ["describe_overrides", "split_overrides"]
 
 
 def split_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Returns (the verb's own words, the overrides). A flag with a dot, or named after a config section, is an override.
+    """Returns (the verb's own words, the overrides). A flag with a dot or named after a section is an override.
 
     A mistyped key such as `--train.stpes` is therefore an override too, so that the loader can name the nearest one.
     """

@@ -56,9 +56,7 @@ def _train(args: argparse.Namespace, config: Any) -> dict[str, Any] | None:
     follow_launcher()
     console = make_console(json_mode=args.json)
     with start_world() as world:
-        result = train(
-            config, world=world, console=console, resume=args.resume, require_fit=not args.ignore_plan
-        )
+        result = train(config, world=world, console=console, resume=args.resume, require_fit=not args.ignore_plan)
     if not world.is_first:
         return None
     console.print(f"model: {result.model}\nreport: {result.report}")

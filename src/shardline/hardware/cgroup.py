@@ -26,9 +26,7 @@ class CgroupLimits:
 
     cpus: float | None = None
     memory_bytes: int | None = None
-    memory_used_bytes: int | None = (
-        None  # in the group with the smallest limit, without reclaimable page cache
-    )
+    memory_used_bytes: int | None = None  # in the group with the smallest limit, without reclaimable page cache
 
 
 def read_limits(root: Path = Path("/")) -> CgroupLimits:

@@ -288,7 +288,4 @@ RULES: tuple[Rule, ...] = (
 
 def to_json(checks: Sequence[Check]) -> list[dict[str, Any]]:
     """Returns the checks as JSON values, in order."""
-    return [
-        {"name": c.name, "verdict": c.verdict, "facts": c.facts, "reason": c.reason, "fix": c.fix}
-        for c in checks
-    ]
+    return [{"name": c.name, "verdict": c.verdict, "facts": c.facts, "reason": c.reason, "fix": c.fix} for c in checks]

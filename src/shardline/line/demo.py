@@ -90,8 +90,8 @@ def run_demo(folder: Path, *, console: Console, settings: DemoSettings | None = 
     console.print(
         f"transformers opens the saved folder: logits differ by at most {agreement.hf_max_abs_logit:.1e}, "
         f"the same best token at {agreement.hf_argmax_agreement:.2%} of positions\n"
-        f"the serving engine gives the trainer's log-probabilities: at most {agreement.train_serve_max_abs_logprob:.1e} "
-        f"apart over {agreement.num_tokens} tokens"
+        f"the serving engine gives the trainer's log-probabilities: at most "
+        f"{agreement.train_serve_max_abs_logprob:.1e} apart over {agreement.num_tokens} tokens"
     )
     reply, ttft_s, tokens_per_s = _serve(console, trained["model"], settings)
     summary = Summary(

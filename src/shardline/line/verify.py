@@ -43,7 +43,7 @@ _CHUNK_TOKENS = 96  # small and no multiple of the block size, so that prompts a
 
 @dataclass(frozen=True, kw_only=True)
 class Worst:
-    """Where the train-serve difference is largest: the document, the token's place in it, and both log-probabilities."""
+    """Where the train-serve difference is largest: document, place of the token in it, both log-probabilities."""
 
     document: int
     position: int
@@ -55,7 +55,7 @@ class Worst:
 
 @dataclass(frozen=True, kw_only=True)
 class Agreement:
-    """Differences in fp32. Logits are compared at every position, log-probabilities at every token that has a prefix."""
+    """Differences in fp32: of logits at every position, of log-probabilities at every token that has a prefix."""
 
     hf_max_abs_logit: float
     hf_argmax_agreement: float

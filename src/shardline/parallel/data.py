@@ -44,16 +44,19 @@ class DataParallel(Protocol):
     num_ranks   the divisor that the gradient average applies
     """
 
-    module: nn.Module
-    num_ranks: int
+    @property
+    def module(self) -> nn.Module: ...
+
+    @property
+    def num_ranks(self) -> int: ...
 
     def make_optimizer(self, kind: type[Optimizer], groups: list[dict[str, Any]], **options: Any) -> Optimizer: ...
 
-    def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:
+    def micro_batch(self, *, last: bool) -> AbstractContextManager[object]:
         """The context of one forward and backward; gradients need to be complete only after the last."""
         ...
 
-    def evaluation(self) -> AbstractContextManager[None]:
+    def evaluation(self) -> AbstractContextManager[object]:
         """The context of forward passes that no backward follows."""
         ...
 
@@ -86,10 +89,10 @@ class _Single:
     def make_optimizer(self, kind: type[Optimizer], groups: list[dict[str, Any]], **options: Any) -> Optimizer:
         return kind(groups, **options)
 
-    def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:
+    def micro_batch(self, *, last: bool) -> AbstractContextManager[object]:
         return _autocast(self._precision)
 
-    def evaluation(self) -> AbstractContextManager[None]:
+    def evaluation(self) -> AbstractContextManager[object]:
         return _autocast(self._precision)
 
 
@@ -117,7 +120,7 @@ class _Replicated:
         with nullcontext() if last else self.module.no_sync(), _autocast(self._precision):
             yield
 
-    def evaluation(self) -> AbstractContextManager[None]:
+    def evaluation(self) -> AbstractContextManager[object]:
         return _autocast(self._precision)
 
 
@@ -149,7 +152,7 @@ class _Sharded:
     def make_optimizer(self, kind: type[Optimizer], groups: list[dict[str, Any]], **options: Any) -> Optimizer:
         return kind(groups, **options)
 
-    def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:
+    def micro_batch(self, *, last: bool) -> AbstractContextManager[object]:
         if self._keep_parameters:
             assert isinstance(self.module, FSDPModule)
             self.module.set_reshard_after_backward(last)
@@ -166,7 +169,7 @@ class _Sharded:
                     module.reshard()
 
 
-def _autocast(precision: Precision) -> AbstractContextManager[None]:
+def _autocast(precision: Precision) -> AbstractContextManager[object]:
     if precision == "fp32":
         return nullcontext()
     kind = "cuda" if torch.cuda.is_available() else "cpu"
@@ -186,7 +189,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], *, max_norm: float) -> fl
 
 
 def owned_state(optimizer: Optimizer) -> dict[Tensor, dict[str, Any]]:
-    """Returns {parameter: state} of the parameters whose optimizer state this rank holds, made if it is not there yet."""
+    """Returns {parameter: state} of the parameters whose state this rank holds, made if it is not there yet."""
     inner = optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
     for group in inner.param_groups:
         for parameter in group["params"]:

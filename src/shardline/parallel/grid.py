@@ -1,7 +1,7 @@
 """How the processes of a run are arranged: one grid of ranks, axes (pipeline, data, tensor).
 
-    layout = Layout.resolve(config.parallel, world_size=4)      # Layout(data=4, tensor=1, pipeline=1, zero=2)
-    mesh = layout.mesh("cpu")                                   # a DeviceMesh; mesh["data"] is this rank's data group
+layout = Layout.resolve(config.parallel, world_size=4)      # Layout(data=4, tensor=1, pipeline=1, zero=2)
+mesh = layout.mesh("cpu")                                   # a DeviceMesh; mesh["data"] is this rank's data group
 """
 
 from __future__ import annotations
@@ -39,15 +39,16 @@ class Layout:
         fixed = parallel.tensor * parallel.pipeline
         if fixed > 1:
             raise InfeasibleError(
-                f"parallel.tensor x parallel.pipeline = {parallel.tensor} x {parallel.pipeline}: this version lays a model "
-                "out over data ranks only (ZeRO 0-3); set both to 1."
+                f"parallel.tensor x parallel.pipeline = {parallel.tensor} x {parallel.pipeline}: this version lays a "
+                "model out over data ranks only (ZeRO 0-3); set both to 1."
             )
         data = world_size if parallel.data == "auto" else parallel.data
         if data * fixed != world_size:
             raise InfeasibleError(
-                f"parallel.data x parallel.tensor x parallel.pipeline = {data} x {parallel.tensor} x {parallel.pipeline} "
-                f"= {data * fixed} processes, but {world_size} {'was' if world_size == 1 else 'were'} started; start "
-                f"{data * fixed} (--nproc {data * fixed}) or set parallel.data to auto."
+                f"parallel.data x parallel.tensor x parallel.pipeline = {data} x {parallel.tensor} x "
+                f"{parallel.pipeline} = {data * fixed} processes, but {world_size} "
+                f"{'was' if world_size == 1 else 'were'} started; start {data * fixed} (--nproc {data * fixed}) or set "
+                "parallel.data to auto."
             )
         return cls(data=data, tensor=parallel.tensor, pipeline=parallel.pipeline, zero=parallel.zero)
 

@@ -66,7 +66,7 @@ def launch(command: Sequence[str], *, num_processes: int, log_dir: Path) -> int:
 
 
 def follow_launcher() -> None:
-    """Ends this process when the launcher that started it is gone, killed ones included, so that no rank is orphaned."""
+    """Ends this process when the launcher that started it is gone, even killed, so that no rank is orphaned."""
     launcher = os.environ.get(_LAUNCHER)
     if launcher is None or os.getppid() != int(launcher):
         return

@@ -32,9 +32,7 @@ class LanguageModelLoss(nn.Module):
 
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor, documents_BT: Tensor, positions_BT: Tensor) -> Tensor:
         """Returns the fp32 scalar sum of -log p(target) over targets that are not `IGNORED`."""
-        x_BTD = self.decoder.hidden_states(
-            tokens_BT, positions_BT=positions_BT, attention=DenseAttention(documents_BT)
-        )
+        x_BTD = self.decoder.hidden_states(tokens_BT, positions_BT=positions_BT, attention=DenseAttention(documents_BT))
         return F.linear_cross_entropy(
             x_BTD.flatten(0, 1),
             self.decoder.head_weight,

@@ -22,9 +22,7 @@ def build_optimizer(config: OptimizerConfig, ranks: DataParallel, decoder: nn.Mo
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return ranks.make_optimizer(
-        torch.optim.AdamW, groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True
-    )
+    return ranks.make_optimizer(torch.optim.AdamW, groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
 
 
 def learning_rate(config: OptimizerConfig, *, step: int, steps: int) -> float:

@@ -1,7 +1,7 @@
 """A whole run: plan, data, model, loop, checkpoints, metrics. Every rank calls `train`; rank 0 writes and prints.
 
-    with start_world() as world:
-        result = train(config, world=world, console=console, resume=False)
+with start_world() as world:
+    result = train(config, world=world, console=console, resume=False)
 """
 
 from __future__ import annotations
@@ -173,14 +173,12 @@ class _Loop:
                 self._say(f"tokenizing {self._config.data.source}: {fraction:.0%}")
 
         def prepare() -> tuple[int, int]:
-            rows, heldout = prepare_dataset(
-                self._config.data, self._tokenizer, cache_dir=cache_dir(), progress=report
-            )
+            rows, heldout = prepare_dataset(self._config.data, self._tokenizer, cache_dir=cache_dir(), progress=report)
             return rows.num_rows, heldout.num_rows
 
         num_rows, num_heldout = self._world.first(prepare)
         self._say(
-            f"data: {num_rows:,} rows of {self._config.data.sequence_length} tokens to train on, {num_heldout:,} held out"
+            f"data: {num_rows:,} rows of {self._config.data.sequence_length} tokens, {num_heldout:,} more held out"
         )
         return prepare_dataset(self._config.data, self._tokenizer, cache_dir=cache_dir())
 
@@ -277,8 +275,8 @@ def _load_tokenizer(config: RunConfig, architecture: DecoderConfig) -> Tokenizer
     tokenizer = Tokenizer.load(folder) if folder else byte_tokenizer()
     if tokenizer.vocab_size > architecture.vocab_size:
         raise UsageError(
-            f"The tokenizer has {tokenizer.vocab_size} tokens, but the model only {architecture.vocab_size} embeddings; "
-            "set model.tokenizer to the folder whose tokenizer belongs to this model."
+            f"The tokenizer has {tokenizer.vocab_size} tokens, but the model only {architecture.vocab_size} "
+            "embeddings; set model.tokenizer to the folder whose tokenizer belongs to this model."
         )
     return tokenizer
 

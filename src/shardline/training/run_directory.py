@@ -64,7 +64,8 @@ class RunDirectory:
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UsageError(f"Can't write the run directory {self.path}: {error.strerror}. Choose another --run.") from None
+            reason = error.strerror
+            raise UsageError(f"Can't write the run directory {self.path}: {reason}. Choose another --run.") from None
         found = find_checkpoints(self.checkpoints)
         checkpoint = found[-1] if found else None
         if checkpoint is not None:

@@ -81,7 +81,7 @@ class Trainer:
         self._optimizer = build_optimizer(config.optimizer, self._ranks, self._decoder)
 
     def train_step(self) -> StepResult:
-        """Runs one optimizer step. Raises `ShardlineError`, before the weights change, if loss or gradients aren't finite."""
+        """Runs one optimizer step; raises `ShardlineError`, before weights change, if loss or gradient isn't finite."""
         config, started = self._config, time.perf_counter()
         micro_batches = list(self._micro_batches())
         counts = torch.tensor([float(sum(int((m.targets_BT != IGNORED).sum()) for m in micro_batches))])
@@ -134,7 +134,7 @@ class Trainer:
 
         A rank returns what it holds: its shards under ZeRO-2 and 3, its own parameters' optimizer state under ZeRO-1.
         """
-        names = {parameter: name for name, parameter in self._decoder.named_parameters()}
+        names: dict[Tensor, str] = {parameter: name for name, parameter in self._decoder.named_parameters()}
         state: dict[str, Tensor] = {f"model.{name}": parameter.detach() for parameter, name in names.items()}
         for parameter, values in owned_state(self._optimizer).items():
             for key, value in values.items():
@@ -149,9 +149,7 @@ class Trainer:
     def _micro_batches(self) -> Iterator[Batch]:
         """This rank's share of the step's rows: micro-batch m of rank r is the (m * ranks + r)-th piece."""
         train = self._config.train
-        rows = sample_rows(
-            self.step, global_batch=train.global_batch, num_rows=self._rows.num_rows, seed=train.seed
-        )
+        rows = sample_rows(self.step, global_batch=train.global_batch, num_rows=self._rows.num_rows, seed=train.seed)
         size, ranks = train.micro_batch, self.layout.data
         for index in range(self._num_micro_batches):
             start = (index * ranks + self._world.rank) * size
