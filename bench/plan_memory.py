@@ -1,11 +1,11 @@
 """Predicted against measured memory: trains a few steps in each layout and compares every run's fattest process.
 
-    python bench/plan_memory.py                       # all cases, about five minutes on two cores
+    python bench/plan_memory.py                       # all cases, about eight minutes on two cores
     python bench/plan_memory.py --only 34m --json out.json
 
-A case is one model, batch and layout. Its processes are started as `shardline train` starts them, build the model,
-run three steps and one evaluation on random tokens, and report the kernel's high-water mark of their own memory
-(VmHWM). The prediction is what `shardline plan` would say.
+A case is one model, batch and layout. Its processes are started as `shardline train` starts them and load what it
+loads; they build the model, run three steps and one evaluation on random tokens, and report the kernel's high-water
+mark of their own memory (VmHWM). The prediction is what `shardline plan` would say.
 """
 
 from __future__ import annotations
@@ -134,10 +134,13 @@ def work(case: Case, steps: int) -> None:
     from shardline.hardware.memory import peak_rss_bytes, rss_bytes
     from shardline.models.decoder import Decoder
     from shardline.parallel.world import start_world
-    from shardline.training.trainer import Trainer
+    from shardline.text.tokenizer import byte_tokenizer
+    from shardline.training.run import Trainer
 
     model, config = MODELS[case.model], case.config()
     rows: Any = RandomRows(model.vocab_size, case.sequence_length)
+    tokenizer = byte_tokenizer()  # not used here, but `shardline train` holds one
+    assert tokenizer.vocab_size <= model.vocab_size
     with start_world() as world:
         seen = {"start": rss_bytes()}
         decoder = Decoder(model)

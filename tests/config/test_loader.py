@@ -6,6 +6,7 @@ import dataclasses
 
 import msgspec
 import pytest
+import yaml
 
 from shardline.config import RunConfig, UsageError, dump_config, iter_fields, json_schema, load_config
 
@@ -113,3 +114,11 @@ def test_config_is_frozen_and_keyword_only():
     with pytest.raises(TypeError):
         RunConfig("positional")
     assert msgspec.to_builtins(config)["train"]["steps"] == config.train.steps
+
+
+def test_a_section_given_in_part_is_written_whole():
+    config = load_config(None, ["--data.sequence_length=128"])
+    assert yaml.safe_load(dump_config(config))["data"] == {
+        **dataclasses.asdict(load_config(None).data),
+        "sequence_length": 128,
+    }

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
-from hardware.machines import GIB, machine
 
+from hardware.machines import GIB, machine
 from shardline.cli.main import main
 from shardline.hardware.checks import checks_text, examine, to_json
 from shardline.hardware.probe import Accelerator

@@ -6,8 +6,8 @@ import json
 from typing import Any
 
 import pytest
-from hardware.machines import GIB, machine
 
+from hardware.machines import GIB, machine
 from shardline.cli.main import main
 from shardline.config import InfeasibleError, RunConfig, load_config
 from shardline.models.presets import preset

@@ -41,11 +41,22 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> RunCo
         _put(values, keys, value, origin)
     _reject_unknown_keys(values, RunConfig, origin)
     try:
-        config = msgspec.convert(values, RunConfig, strict=False)
+        config = _complete(msgspec.convert(values, RunConfig, strict=False))
     except msgspec.ValidationError as error:
         raise UsageError(_locate(str(error), values, origin)) from None
     validate(config)
     return config
+
+
+def _complete(config: RunConfig) -> RunConfig:
+    """msgspec leaves fields that were not given to the class, and would then not write them: set them all."""
+    sections = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    return RunConfig(
+        **{
+            name: dataclasses.replace(value) if dataclasses.is_dataclass(value) else value
+            for name, value in sections.items()
+        }
+    )
 
 
 def parse_overrides(words: Sequence[str]) -> Iterator[tuple[tuple[str, ...], Any]]:

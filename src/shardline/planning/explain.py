@@ -64,7 +64,7 @@ def plan_lines(plan: Plan) -> list[str]:
     """Returns sentences: what is planned, and why the choice and not each other one."""
     run, machine = plan.run, plan.machine
     lines = [
-        f"{plan.num_parameters / 1e6:,.1f} M parameters, {run.train.precision}, {plan.num_processes} process(es), "
+        f"{plan.num_parameters / 1e6:,.1f} M parameters, {run.train.precision}, {_processes(plan.num_processes)}, "
         f"{run.train.global_batch} rows of {run.data.sequence_length} tokens a step; "
         f"{machine.memory_available_bytes / GIB:.1f} GiB available = {plan.budget_bytes / GIB:.1f} GiB per process"
     ]
@@ -72,6 +72,10 @@ def plan_lines(plan: Plan) -> list[str]:
         lines.append(f"chosen: {plan.chosen.name}: {plan.chosen.reason}")
     lines += [f"why not {layout.name}: {layout.reason}" for layout in _shown(plan) if layout is not plan.chosen]
     return lines
+
+
+def _processes(count: int) -> str:
+    return "1 process" if count == 1 else f"{count} processes"
 
 
 def plan_to_json(plan: Plan) -> dict[str, Any]:

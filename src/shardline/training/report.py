@@ -105,11 +105,15 @@ class _Run:
 
     @property
     def heldout(self) -> list[tuple[float, float]]:
-        """(step, held-out loss) of each evaluation: metrics carry the last one forward, so changes mark new ones."""
+        """(step, held-out loss) of each evaluation: metrics carry the last one forward, so changes mark new ones.
+
+        The first is that from before the first step, unless every step evaluates.
+        """
         points: list[tuple[float, float]] = []
         for step, loss in zip(self.column("step"), self.column("heldout_loss"), strict=True):
             if step is not None and loss is not None and (not points or points[-1][1] != loss):
-                points.append((step, loss))
+                before = not points and self.setting("train", "eval_every") != 1
+                points.append((step - before, loss))
         return points
 
 
