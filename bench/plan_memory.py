@@ -11,6 +11,8 @@ mark of their own memory (VmHWM). The prediction is what `shardline plan` would 
 from __future__ import annotations
 
 import argparse
+import gc
+import importlib
 import json
 import os
 import socket
@@ -131,30 +133,38 @@ class RandomRows:
 
 def work(case: Case, steps: int) -> None:
     """One process of a case: trains, and prints its memory as JSON."""
-    from shardline.hardware.memory import peak_rss_bytes, rss_bytes
-    from shardline.models.decoder import Decoder
     from shardline.parallel.world import start_world
     from shardline.text.tokenizer import byte_tokenizer
-    from shardline.training.run import Trainer
 
-    model, config = MODELS[case.model], case.config()
-    rows: Any = RandomRows(model.vocab_size, case.sequence_length)
+    importlib.import_module("shardline.training.run")  # all that a training process imports
     tokenizer = byte_tokenizer()  # not used here, but `shardline train` holds one
-    assert tokenizer.vocab_size <= model.vocab_size
+    assert tokenizer.vocab_size <= MODELS[case.model].vocab_size
     with start_world() as world:
-        seen = {"start": rss_bytes()}
-        decoder = Decoder(model)
-        decoder.initialize(seed=0)
-        seen["model"] = rss_bytes()
-        trainer = Trainer(config=config, world=world, decoder=decoder, rows=rows, heldout=rows)
-        seen["laid out"] = peak_rss_bytes()
-        for step in range(steps):
-            trainer.train_step()
-            seen[f"step {step + 1}"] = peak_rss_bytes()
-        seen["resting"] = rss_bytes()
-        trainer.evaluate()
-        seen["peak"] = peak_rss_bytes()
+        seen = train(case, steps, world)
+        gc.collect()  # sharded modules hold the process group; one that outlives it now and then aborts at exit
         print(json.dumps({"rank": world.rank, **seen}), flush=True)
+
+
+def train(case: Case, steps: int, world: Any) -> dict[str, int]:
+    """Returns this process's memory at each point, in bytes."""
+    from shardline.hardware.memory import peak_rss_bytes, rss_bytes
+    from shardline.models.decoder import Decoder
+    from shardline.training.trainer import Trainer
+
+    model = MODELS[case.model]
+    rows: Any = RandomRows(model.vocab_size, case.sequence_length)
+    seen = {"start": rss_bytes()}
+    decoder = Decoder(model)
+    decoder.initialize(seed=0)
+    seen["model"] = rss_bytes()
+    trainer = Trainer(config=case.config(), world=world, decoder=decoder, rows=rows, heldout=rows)
+    seen["laid out"] = peak_rss_bytes()
+    for step in range(steps):
+        trainer.train_step()
+        seen[f"step {step + 1}"] = peak_rss_bytes()
+    seen["resting"] = rss_bytes()
+    trainer.evaluate()
+    return {**seen, "peak": peak_rss_bytes()}
 
 
 def measure(case: Case, steps: int) -> dict[str, int]:
