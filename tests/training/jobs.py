@@ -79,3 +79,12 @@ def parameter_dtypes(world: World, config: RunConfig, cache: Path) -> list[str]:
     trainer = make_trainer(world, config, cache)
     trainer.train_step()
     return sorted({str(tensor.dtype) for _, tensor in trainer.full_parameters()})
+
+
+def collectives(world: World, config: RunConfig, cache: Path) -> dict[str, int]:
+    """Returns how often each collective was called in the second step."""
+    trainer = make_trainer(world, config, cache)
+    trainer.train_step()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        trainer.train_step()
+    return {event.key: event.count for event in profile.key_averages() if event.key.startswith("c10d::")}

@@ -157,10 +157,10 @@ def sent_bytes(model: DecoderConfig, run: RunConfig, layout: Layout, *, num_micr
     """Returns the bytes that one process sends in one step, by ring collectives, each (n - 1) / n of the tensor.
 
     DDP all-reduces gradients once (2 P). ZeroRedundancyOptimizer broadcasts the new parameters besides (P more).
-    FSDP2 gathers the parameters (P, in the compute dtype) and reduce-scatters the gradients (P) for every
-    micro-batch; ZeRO-3 gathers once more for backward.
+    FSDP2 reduce-scatters the gradients of every micro-batch (P). ZeRO-2 gathers the parameters (P, in the compute
+    dtype) once a step, ZeRO-3 for every forward and again for every backward.
     """
-    gathers = {0: 0, 1: 0, 2: 1, 3: 2}[layout.zero] * num_micro_batches
+    gathers = {0: 0, 1: 0, 2: 1, 3: 2 * num_micro_batches}[layout.zero]
     reductions = {0: 2, 1: 3, 2: num_micro_batches, 3: num_micro_batches}[layout.zero]
     gathered_bytes = 2 if run.train.precision == "bf16" else _FP32
     total = (gathers * gathered_bytes + reductions * _FP32) * count_parameters(model).total
