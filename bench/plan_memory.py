@@ -1,6 +1,6 @@
 """Predicted against measured memory: trains a few steps in each layout and compares every run's fattest process.
 
-    python bench/plan_memory.py                       # all cases, about eight minutes on two cores
+    python bench/plan_memory.py                       # all cases, about ten minutes on two cores
     python bench/plan_memory.py --only 34m --json out.json
 
 A case is one model, batch and layout. Its processes are started as `shardline train` starts them and load what it
@@ -103,6 +103,9 @@ CASES = [
     Case(model="smollm2-135m", processes=2, zero=3, micro_batch=1, sequence_length=256),
     Case(model="qwen3-wide-vocabulary", processes=2, zero=1, micro_batch=4),
     Case(model="qwen3-wide-vocabulary", processes=2, zero=3, micro_batch=4),
+    Case(model="smollm2-135m", processes=2, zero=2, micro_batch=1, accumulation=2, sequence_length=256),
+    Case(model="34m", processes=2, zero=0, micro_batch=1, accumulation=2),
+    Case(model="smollm2-135m", processes=2, zero=0, micro_batch=1, accumulation=2, sequence_length=256),
     Case(model="34m", processes=1, zero=0, precision="bf16"),
     Case(model="34m", processes=2, zero=2, precision="bf16"),
 ]

@@ -42,12 +42,14 @@ _RUNTIME_BYTES = 375 << 20
 # MALLOC_MMAP_THRESHOLD_=1048576 the measured peaks are those of the other parts alone, so the difference is the
 # allocator's. Only blocks up to 32 MiB are kept (glibc's DEFAULT_MMAP_THRESHOLD_MAX); larger ones go back at once.
 # Calibrated on this engine's runs: a share of the activations; under FSDP2 a multiple of the parameters, which it
-# allocates and frees four times in a step (gathered, gather buffer, gradients, reduce buffer); and once more the
-# parameters' size where gradients outlive a micro-batch amid its activations (not in DDP: its buckets never move).
+# allocates and frees four times in a step (gathered, gather buffer, gradients, reduce buffer); without FSDP2, another
+# one where gradients outlive a micro-batch and lie amid the activations of the next.
 _KEPT_BLOCK_BYTES = 32 << 20
 _KEPT_OF_ACTIVATIONS = 0.3
 _KEPT_OF_ACTIVATIONS_SHARDED = 0.1
 _KEPT_OF_PARAMETERS_SHARDED = 2.5
+_KEPT_OF_PARAMETERS_ACCUMULATING = 1.0  # one process
+_KEPT_OF_PARAMETERS_ACCUMULATING_DDP = 2.0
 # The benchmark's errors lie within this band.
 _LOW, _HIGH = 0.9, 1.1
 
@@ -157,7 +159,8 @@ class _Sizes:
                 count.tensors,
                 activations,
                 sharded=sharded,
-                gradients_move=accumulates and (sharded or data_ranks == 1),
+                ranks=data_ranks,
+                accumulates=accumulates,
                 **shape,
             ),
         )
@@ -239,7 +242,8 @@ def _kept_by_allocator(
     activations: int,
     *,
     sharded: bool,
-    gradients_move: bool,
+    ranks: int,
+    accumulates: bool,
     rows: int,
     sequence_length: int,
     arithmetic: Arithmetic,
@@ -251,7 +255,7 @@ def _kept_by_allocator(
     elif tokens * model.intermediate_size * element > _KEPT_BLOCK_BYTES:
         activations -= model.num_layers * 4 * tokens * model.intermediate_size * element
     small = _FP32 * sum(size for size in tensors if _FP32 * size <= _KEPT_BLOCK_BYTES)
-    kept = small if gradients_move else 0
     if sharded:
-        return kept + int(_KEPT_OF_ACTIVATIONS_SHARDED * activations + _KEPT_OF_PARAMETERS_SHARDED * small)
-    return kept + int(_KEPT_OF_ACTIVATIONS * activations)
+        return int(_KEPT_OF_ACTIVATIONS_SHARDED * activations + _KEPT_OF_PARAMETERS_SHARDED * small)
+    share = _KEPT_OF_PARAMETERS_ACCUMULATING if ranks == 1 else _KEPT_OF_PARAMETERS_ACCUMULATING_DDP
+    return int(_KEPT_OF_ACTIVATIONS * activations + (share * small if accumulates else 0))
