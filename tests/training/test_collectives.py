@@ -1,8 +1,9 @@
-"""What a step sends: each layout's collectives are the ones that the plan counts, however many micro-batches there are."""
+"""What a step sends: each layout's collectives are the ones that the plan counts, for any number of micro-batches."""
 
 from __future__ import annotations
 
 import pytest
+
 from training.conftest import with_layout
 from training.jobs import collectives
 

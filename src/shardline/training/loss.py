@@ -18,8 +18,8 @@ __all__ = ["IGNORED", "LanguageModelLoss"]
 IGNORED = -100
 """The target of a position that has none: padding, the last token of a document, a user's turn in a chat."""
 
-# Rows of logits at a time. On an AVX2 core with 49,152 words, 256 takes 0.67 of the unchunked time and 0.4 of its memory;
-# PyTorch's own choice ("auto") takes 1.6 times as long (docs/decisions/0003).
+# Rows of logits at a time. Of the unchunked time and memory 256 takes 0.67 and 0.4 (49,152 words, one AVX2 core);
+# PyTorch's own choice ("auto") 1.6 times the time (docs/decisions/0003).
 _CHUNK_ROWS = 256
 
 
