@@ -150,3 +150,18 @@ def test_the_first_failing_rank_is_named_and_ends_the_others(tmp_path):
     assert "Rank 1 failed first (exit code 7)" in done.stderr
     assert "rank one is ill" in done.stderr
     assert time.monotonic() - started < 30
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_before_the_weights_change(tmp_path):
+    (tmp_path / "text.txt").write_text("A line of text to learn from, number one.\n\n" * 400)
+    words = ["train", "--nproc", "2", "--parallel.zero", "2", "--optimizer.lr", "1e38", "--checkpoint.every", "1"]
+    words += ["--data.source", str(tmp_path / "text.txt"), "--data.sequence_length", "64", "--train.steps", "5"]
+    words += ["--data.heldout_fraction", "0", "--run", str(tmp_path / "run"), "--json"]
+    environment = {**os.environ, "SHARDLINE_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
+    done = run(*words, env=environment)
+    assert done.returncode == 1, done.stderr
+    assert "Step 2: the loss is" in json.loads(done.stdout)["error"]["message"]
+    assert "Traceback" not in done.stderr
+    assert "Rank 1 failed first" not in done.stderr, "rank 0 has said it already"
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 1
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-1"]

@@ -9,9 +9,10 @@ import torch
 
 from models.oracle import save_oracle
 from shardline.checkpoints.huggingface import load_decoder, save_folder
+from shardline.checkpoints.native import find_model_folder
 from shardline.cli.main import main
 from shardline.config import UsageError
-from shardline.line.verify import find_folder, verify
+from shardline.line.verify import verify
 from shardline.models.decoder import Decoder
 from shardline.models.presets import preset
 from shardline.serving.paged import PagedAttention
@@ -120,12 +121,12 @@ def test_the_verb(folder, tmp_path, capsys, monkeypatch):
 
 
 def test_what_a_path_means(folder, tmp_path):
-    assert find_folder(folder) == folder
+    assert find_model_folder(folder) == folder
     with pytest.raises(UsageError, match="neither a model folder"):
-        find_folder(tmp_path)
+        find_model_folder(tmp_path)
     run = tmp_path / "run"
     for step in (3, 12):
         (run / "checkpoints" / f"step-{step}" / "model").mkdir(parents=True)
         (run / "checkpoints" / f"step-{step}" / "model" / "config.json").write_text("{}")
-    assert find_folder(run) == run / "checkpoints" / "step-12" / "model"
-    assert find_folder(run / "checkpoints" / "step-3") == run / "checkpoints" / "step-3" / "model"
+    assert find_model_folder(run) == run / "checkpoints" / "step-12" / "model"
+    assert find_model_folder(run / "checkpoints" / "step-3") == run / "checkpoints" / "step-3" / "model"

@@ -23,10 +23,10 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from shardline.checkpoints.atomic import publish_folder
-from shardline.config import ShardlineError
+from shardline.config import ShardlineError, UsageError
 from shardline.parallel.world import World
 
-__all__ = ["Checkpoint", "find_checkpoints", "load_state", "prune", "save_checkpoint"]
+__all__ = ["Checkpoint", "find_checkpoints", "find_model_folder", "load_state", "prune", "save_checkpoint"]
 
 _NAME = re.compile(r"step-(\d+)")
 _MANIFEST = "manifest.json"
@@ -82,6 +82,19 @@ def find_checkpoints(folder: Path) -> list[Checkpoint]:
         (Checkpoint(step=int(match[1]), path=path) for match, path in found if match),
         key=lambda checkpoint: checkpoint.step,
     )
+
+
+def find_model_folder(path: str | Path) -> Path:
+    """Returns the Hugging Face folder that `path` means: itself, a checkpoint's, or a run's newest checkpoint's."""
+    path = Path(path)
+    if (path / "config.json").exists():
+        return path
+    if (path / "model" / "config.json").exists():
+        return path / "model"
+    found = find_checkpoints(path / "checkpoints")
+    if found:
+        return found[-1].model_folder
+    raise UsageError(f"{path} is neither a model folder (config.json) nor a run with a checkpoint; pass one of them.")
 
 
 def save_checkpoint(

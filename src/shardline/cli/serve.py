@@ -1,10 +1,10 @@
 """Serve a model folder over an OpenAI-compatible HTTP API, with a chat page at /.
 
     shardline serve path/to/model
-    shardline serve path/to/model --port 0 --max-model-len 2048 --kv-cache-memory 2
+    shardline serve runs/my-run --port 0 --max-model-len 2048 --kv-cache-memory 2
 
-The folder is a Hugging Face folder, such as RUN/checkpoints/step-N/model. With --json, standard output gets one
-object once the server is ready: {"url": ..., "model": ..., ...}.
+The folder is a Hugging Face folder, a checkpoint, or a run, whose newest checkpoint is taken. With --json, standard
+output gets one object once the server is ready: {"url": ..., "model": ..., ...}.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ GIB = 2**30
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", help="Hugging Face folder of the model")
+    parser.add_argument("folder", help="model folder, checkpoint or run directory")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1: this machine)")
     parser.add_argument("--port", type=int, default=8000, help="port to listen on; 0 takes a free one (default 8000)")
     parser.add_argument("--served-model-name", metavar="NAME", help="name for clients (default: the folder's name)")

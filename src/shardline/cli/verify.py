@@ -25,11 +25,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    from shardline.line.verify import HF_TOLERANCE, SERVE_TOLERANCE, find_folder, heldout_documents, verify
+    from shardline.checkpoints.native import find_model_folder
+    from shardline.line.verify import HF_TOLERANCE, SERVE_TOLERANCE, heldout_documents, verify
 
     if args.num_tokens < 2:
         raise UsageError(f"--num-tokens {args.num_tokens} must be at least 2.")
-    folder = find_folder(args.folder)
+    folder = find_model_folder(args.folder)
     documents = heldout_documents(args.folder, num_tokens=args.num_tokens, text=args.text)
     report = verify(folder, documents=documents)
     console = make_console(json_mode=args.json)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from shardline.checkpoints.huggingface import load_decoder, read_config
-from shardline.checkpoints.native import find_checkpoints
+from shardline.checkpoints.native import find_model_folder
 from shardline.config import DataConfig, ShardlineError, UsageError, load_config
 from shardline.config.cache import cache_dir
 from shardline.models.attention import DenseAttention
@@ -28,7 +28,7 @@ from shardline.serving.requests import Request, SamplingParams
 from shardline.text.dataset import prepare_dataset
 from shardline.text.tokenizer import Tokenizer
 
-__all__ = ["HF_TOLERANCE", "SERVE_TOLERANCE", "Agreement", "Worst", "find_folder", "heldout_documents", "verify"]
+__all__ = ["HF_TOLERANCE", "SERVE_TOLERANCE", "Agreement", "Worst", "heldout_documents", "verify"]
 
 HF_TOLERANCE = 1e-3
 """Largest difference of a logit from transformers' (fp32)."""
@@ -70,25 +70,12 @@ class Agreement:
         return self.hf_max_abs_logit <= HF_TOLERANCE and self.train_serve_max_abs_logprob <= SERVE_TOLERANCE
 
 
-def find_folder(path: str | Path) -> Path:
-    """Returns the Hugging Face folder that `path` means: itself, a checkpoint's, or a run's newest checkpoint's."""
-    path = Path(path)
-    if (path / "config.json").exists():
-        return path
-    if (path / "model" / "config.json").exists():
-        return path / "model"
-    found = find_checkpoints(path / "checkpoints")
-    if found:
-        return found[-1].model_folder
-    raise UsageError(f"{path} is neither a model folder (config.json) nor a run with a checkpoint; pass one of them.")
-
-
 def heldout_documents(path: str | Path, *, num_tokens: int, text: Path | None = None) -> list[list[int]]:
     """Returns about `num_tokens` token ids of real text, in documents of at least two tokens.
 
     `text` names a file to use. Otherwise a run's own held-out rows are taken, and for a folder the standard library's.
     """
-    folder = find_folder(path)
+    folder = find_model_folder(path)
     tokenizer, config = Tokenizer.load(folder), read_config(folder)
     if text is not None:
         try:
@@ -107,7 +94,7 @@ def heldout_documents(path: str | Path, *, num_tokens: int, text: Path | None = 
 
 def verify(folder: str | Path, *, documents: Sequence[Sequence[int]]) -> Agreement:
     """Returns how far apart the three are on `documents` (token ids) for the model in `folder`."""
-    folder = find_folder(folder)
+    folder = find_model_folder(folder)
     decoder = load_decoder(folder)
     with torch.inference_mode():
         logits = _trainer_logits(decoder, documents)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shardline.checkpoints.huggingface import load_decoder, read_generation_config
+from shardline.checkpoints.native import find_model_folder
 from shardline.serving.engine import DTYPES, Engine, EngineConfig
 from shardline.serving.protocol import read_defaults
 from shardline.serving.requests import Request, SamplingParams
@@ -40,7 +41,10 @@ class OpenedEngine:
 def open_engine(
     folder: str | Path, config: EngineConfig, *, generation_config: Literal["auto", "none"] = "auto"
 ) -> OpenedEngine:
-    """Loads a folder and runs one token through it; raises `ShardlineError` with one sentence where it can't."""
+    """Loads a model (its folder, a checkpoint's or a run's newest) and runs one token through it.
+
+    Raises `ShardlineError` with one sentence where it can't.
+    """
     phases_s: dict[str, float] = {}
     mark_s = time.monotonic()
 
@@ -49,6 +53,7 @@ def open_engine(
         now_s = time.monotonic()
         phases_s[name], mark_s = now_s - mark_s, now_s
 
+    folder = find_model_folder(folder)
     tokenizer = Tokenizer.load(folder)
     done("tokenizer")
     decoder = load_decoder(folder, dtype=DTYPES[config.dtype])
