@@ -9,6 +9,7 @@ import pytest
 
 from serving.tiny_models import make_request, save_tiny_folder
 from shardline.config import ShardlineError, UsageError
+from shardline.hardware.memory import rss_bytes
 from shardline.serving.engine import EngineConfig, load_engine
 from shardline.serving.server import bind
 from shardline.serving.startup import open_engine
@@ -80,3 +81,19 @@ def test_an_address_that_can_not_be_had_is_one_sentence(host: str, port: int, wo
 def test_running_replies_must_fit_in_a_step(folder: Path):
     with pytest.raises(UsageError, match="--max-num-batched-tokens 4 is less than --max-num-seqs 8"):
         load_engine(folder, EngineConfig(max_num_batched_tokens=4, max_num_seqs=8))
+
+
+def test_two_servers_that_are_still_loading_can_not_have_the_same_port():
+    with bind(host="127.0.0.1", port=0) as first:
+        port = first.getsockname()[1]
+        with pytest.raises(ShardlineError, match=f"Port {port} on 127.0.0.1 is in use"):
+            bind(host="127.0.0.1", port=port)
+
+
+def test_a_large_kv_cache_takes_no_memory_before_it_is_used(folder: Path):
+    before = rss_bytes()
+    engine = load_engine(folder, EngineConfig(max_num_seqs=2, kv_cache_bytes=2**30))
+    assert engine.budget.num_tokens * engine.budget.bytes_per_token > 0.9 * 2**30
+    [output] = engine.generate([make_request("a", "some prompt", max_tokens=4)])
+    assert output.finished
+    assert rss_bytes() - before < 2**28

@@ -26,7 +26,10 @@ KEEP_ALIVE_S = 75  # longer than the 60 s that proxies and client pools usually 
 
 
 def bind(*, host: str, port: int) -> socket.socket:
-    """Returns a socket bound to the address; port 0 takes a free one. `ShardlineError` says why it can't be had."""
+    """Returns a listening socket; port 0 takes a free one. `ShardlineError` says why it can't be had.
+
+    Who connects before the model is loaded is answered after it.
+    """
     if not 0 <= port <= 65535:
         raise UsageError(f"--port {port} must be between 0 and 65535.")
     try:
@@ -37,6 +40,7 @@ def bind(*, host: str, port: int) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind(address)
+        listener.listen()  # at once: of two servers that are still loading, the second must be told now
     except OSError as error:
         listener.close()
         raise _bind_error(host, port, error) from None
