@@ -23,6 +23,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from shardline.checkpoints.atomic import publish_folder
+from shardline.checkpoints.hub import resolve
 from shardline.config import ShardlineError, UsageError
 from shardline.parallel.world import World
 
@@ -85,8 +86,9 @@ def find_checkpoints(folder: Path) -> list[Checkpoint]:
 
 
 def find_model_folder(path: str | Path) -> Path:
-    """Returns the Hugging Face folder that `path` means: itself, a checkpoint's, or a run's newest checkpoint's."""
-    path = Path(path)
+    """Returns the Hugging Face folder that `path` means: itself, a checkpoint's, a run's newest checkpoint's, or, for
+    an `hf://` name, the downloaded one."""
+    path = resolve(path)
     if (path / "config.json").exists():
         return path
     if (path / "model" / "config.json").exists():

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", help="model folder, checkpoint or run directory")
+    parser.add_argument("folder", help="model folder, hf://ORG/NAME, checkpoint or run directory")
     parser.add_argument("--prompt", metavar="TEXT", help="ask this, print the reply, and end")
     parser.add_argument("--system", metavar="TEXT", help="system message")
     parser.add_argument("--temperature", type=float, help="0 is greedy (default: generation_config.json's, or 1)")

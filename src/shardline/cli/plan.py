@@ -65,9 +65,10 @@ def _num_processes(nproc: int | None, config: RunConfig, machine: Machine) -> tu
 
 def _model(config: RunConfig) -> DecoderConfig:
     if config.model.path is not None:
+        from shardline.checkpoints.hub import CONFIG_FILES, resolve
         from shardline.checkpoints.huggingface import read_config
 
-        return read_config(config.model.path)
+        return read_config(resolve(config.model.path, patterns=CONFIG_FILES))
     from shardline.models.presets import preset
 
     return preset(config.model.preset)

@@ -3,8 +3,8 @@
     shardline serve path/to/model
     shardline serve runs/my-run --port 0 --max-model-len 2048 --kv-cache-memory 2
 
-The folder is a Hugging Face folder, a checkpoint, or a run, whose newest checkpoint is taken. With --json, standard
-output gets one object once the server is ready: {"url": ..., "model": ..., ...}.
+The folder is a Hugging Face folder, a checkpoint, a run, whose newest checkpoint is taken, or hf://ORG/NAME. With
+--json, standard output gets one object once the server is ready: {"url": ..., "model": ..., ...}.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardline.checkpoints.hub import hub_name, is_hub_name
 from shardline.cli.console import make_console
 from shardline.config.errors import UsageError
 
@@ -25,7 +26,7 @@ GIB = 2**30
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", help="model folder, checkpoint or run directory")
+    parser.add_argument("folder", help="model folder, hf://ORG/NAME, checkpoint or run directory")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1: this machine)")
     parser.add_argument("--port", type=int, default=8000, help="port to listen on; 0 takes a free one (default 8000)")
     parser.add_argument("--served-model-name", metavar="NAME", help="name for clients (default: the folder's name)")
@@ -83,8 +84,12 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """Serves until it is stopped. Returns {}: under --json the one object was printed when it was ready."""
     started_s = time.monotonic()
     console = make_console(json_mode=args.json)
-    if not Path(args.folder).is_dir():  # said before seconds of imports
-        raise UsageError(f"There is no folder {args.folder}; pass the path of a Hugging Face folder.")
+    if is_hub_name(args.folder):
+        own_name, _ = hub_name(args.folder)
+    elif Path(args.folder).is_dir():
+        own_name = Path(args.folder).resolve().name
+    else:  # said before seconds of imports
+        raise UsageError(f"There is no folder {args.folder}; pass the path of a Hugging Face folder, or hf://ORG/NAME.")
     from shardline.serving.server import bind, serve
 
     listener = bind(host=args.host, port=args.port)
@@ -93,7 +98,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         from shardline.serving.startup import open_engine
 
         imports_s = time.monotonic() - started_s
-        model_name = args.served_model_name or Path(args.folder).resolve().name
+        model_name = args.served_model_name or own_name
         opened = open_engine(args.folder, engine_config(args), generation_config=args.generation_config)
         app = make_app(
             opened.engine,

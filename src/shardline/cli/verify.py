@@ -19,19 +19,21 @@ from shardline.config import UsageError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", help="model folder, checkpoint or run directory")
+    parser.add_argument("folder", help="model folder, hf://ORG/NAME, checkpoint or run directory")
     parser.add_argument("--text", type=Path, help="UTF-8 file to compare on, instead of held-out text")
     parser.add_argument("--num-tokens", type=int, default=1024, help="tokens of text to compare on [1024]")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
+    from shardline.checkpoints.hub import resolve
     from shardline.checkpoints.native import find_model_folder
     from shardline.line.verify import HF_TOLERANCE, SERVE_TOLERANCE, heldout_documents, verify
 
     if args.num_tokens < 2:
         raise UsageError(f"--num-tokens {args.num_tokens} must be at least 2.")
-    folder = find_model_folder(args.folder)
-    documents = heldout_documents(args.folder, num_tokens=args.num_tokens, text=args.text)
+    source = resolve(args.folder)
+    folder = find_model_folder(source)
+    documents = heldout_documents(source, num_tokens=args.num_tokens, text=args.text)
     report = verify(folder, documents=documents)
     console = make_console(json_mode=args.json)
     console.print(f"{folder}: {report.num_tokens} tokens compared")

@@ -45,8 +45,12 @@ class ModelConfig:
     """What is trained. `path` wins over `preset`."""
 
     preset: str = _field("tiny", "named architecture, trained from scratch (the list is at the end of docs/config.md)")
-    path: str | None = _field(None, "Hugging Face folder to start from instead of a preset")
-    tokenizer: str | None = _field(None, "folder of the tokenizer; null takes that of path, or bytes for a preset")
+    path: str | None = _field(
+        None, "Hugging Face folder, or hf://ORG/NAME[@REVISION], to start from instead of a preset"
+    )
+    tokenizer: str | None = _field(
+        None, "folder or hf:// name of the tokenizer; null takes that of path, or bytes for a preset"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
+from shardline.checkpoints.hub import TOKENIZER_FILES, pin, resolve
 from shardline.checkpoints.huggingface import load_decoder, read_config, read_generation_config, save_folder
 from shardline.checkpoints.native import Checkpoint, load_state, prune, save_checkpoint
 from shardline.config import RunConfig, UsageError
@@ -65,7 +66,7 @@ class TrainResult:
 
 def model_config(config: RunConfig) -> DecoderConfig:
     """Returns the architecture that a config trains: its folder's, or its preset's."""
-    return read_config(config.model.path) if config.model.path else preset(config.model.preset)
+    return read_config(resolve(config.model.path)) if config.model.path else preset(config.model.preset)
 
 
 def train(
@@ -82,6 +83,7 @@ def train(
     `require_fit` is False.
     """
     run = RunDirectory(config.run)
+    config = world.first(lambda: _pin_model(config))
     architecture = model_config(config)
     _require_context(config, architecture)
     Layout.resolve(config.parallel, world_size=world.size).accumulation(config.train)
@@ -116,7 +118,7 @@ class _Loop:
         rows, heldout = self._load_data()
         decoder = _build_decoder(config, architecture)
         self._model_config = dataclasses.replace(decoder.config, **_special_ids(decoder.config, self._tokenizer))
-        self._generation = read_generation_config(config.model.path) if config.model.path else {}
+        self._generation = read_generation_config(resolve(config.model.path)) if config.model.path else {}
         self._trainer = Trainer(config=config, world=world, decoder=decoder, rows=rows, heldout=heldout)
         self._before: float | None = None
         if checkpoint is not None:
@@ -259,6 +261,14 @@ class _Loop:
             self._progress.say(text)
 
 
+def _pin_model(config: RunConfig) -> RunConfig:
+    """Puts the commit into `hf://` names: every rank, and every later resume, starts from the same files."""
+    model = config.model
+    path = pin(model.path) if model.path else model.path
+    tokenizer = pin(model.tokenizer, patterns=TOKENIZER_FILES) if model.tokenizer else model.tokenizer
+    return dataclasses.replace(config, model=dataclasses.replace(model, path=path, tokenizer=tokenizer))
+
+
 def _plan(
     config: RunConfig, architecture: DecoderConfig, world: World, run: RunDirectory, *, require_fit: bool
 ) -> float:
@@ -272,7 +282,7 @@ def _plan(
 
 def _load_tokenizer(config: RunConfig, architecture: DecoderConfig) -> Tokenizer:
     folder = config.model.tokenizer or config.model.path
-    tokenizer = Tokenizer.load(folder) if folder else byte_tokenizer()
+    tokenizer = Tokenizer.load(resolve(folder, patterns=TOKENIZER_FILES)) if folder else byte_tokenizer()
     if tokenizer.vocab_size > architecture.vocab_size:
         raise UsageError(
             f"The tokenizer has {tokenizer.vocab_size} tokens, but the model only {architecture.vocab_size} "
@@ -283,7 +293,7 @@ def _load_tokenizer(config: RunConfig, architecture: DecoderConfig) -> Tokenizer
 
 def _build_decoder(config: RunConfig, architecture: DecoderConfig) -> Decoder:
     if config.model.path:
-        return load_decoder(config.model.path)
+        return load_decoder(resolve(config.model.path))
     decoder = Decoder(architecture)
     decoder.initialize(seed=config.train.seed)
     return decoder

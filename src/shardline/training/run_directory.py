@@ -116,6 +116,8 @@ def open_log(run: RunDirectory, *, rank: int) -> logging.Logger:
     handler = logging.FileHandler(folder / f"rank-{rank}.log", encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     logger = logging.getLogger(f"shardline.rank{rank}")
+    for earlier in logger.handlers:
+        earlier.close()
     logger.handlers = [handler]
     logger.propagate = False
     logger.setLevel(logging.INFO)
