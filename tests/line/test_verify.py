@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -78,8 +79,8 @@ def test_a_wrong_server_shows_where_it_is_worst(folder, documents, monkeypatch):
     """A paged attention with a wrong scale: only the served side moves."""
     original = PagedAttention.__call__
 
-    def wrong(self, *args, scale, **options):
-        return original(self, *args, scale=scale * 1.05, **options)
+    def wrong(self, *args, spec):
+        return original(self, *args, spec=dataclasses.replace(spec, scale=spec.scale * 1.05))
 
     monkeypatch.setattr(PagedAttention, "__call__", wrong)
     report = verify(folder, documents=documents)

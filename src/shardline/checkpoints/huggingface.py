@@ -11,7 +11,7 @@ What was loaded and saved again is bit-exact. A folder that is incomplete, trunc
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ __all__ = [
 ]
 
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_PREFIXES = ("model.", "transformer.")
 
 
 def read_config(folder: str | Path) -> DecoderConfig:
@@ -57,26 +58,32 @@ def read_generation_config(folder: str | Path) -> dict[str, Any]:
 
 
 def iter_tensors(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
-    """Yields (our name, tensor) one at a time, in the files' dtype; checks names and shapes against config.json."""
+    """Yields (our name, tensor) in the files' dtype, one of the files' tensors at a time.
+
+    Names and shapes are checked against config.json first.
+    """
     folder = Path(folder)
     config = read_config(folder)
+    family = family_of(config.family)
+    rules = {rule.theirs: rule for rule in family.tensors(config)}
     files = _weight_files(folder)
-    names = {theirs: ours for ours, theirs in family_of(config.family).tensor_names(config)}
-    _check_names(folder, set(names), set(files), config)
-    shapes = {name: parameter.shape for name, parameter in _meta_decoder(config).named_parameters()}
+    names = {name: _full_name(name, rules) for name in files}
+    _check_names(folder, set(rules), set(names.values()), config)
+    shapes = _file_shapes(config)
     for path in sorted(set(files.values())):
         try:
             with safe_open(path, framework="pt") as archive:
-                for theirs in sorted(name for name, file in files.items() if file == path):
-                    if theirs not in names:
+                for stored in sorted(name for name, file in files.items() if file == path):
+                    theirs = names[stored]
+                    if theirs not in rules:
                         continue
-                    tensor, ours = archive.get_tensor(theirs), names[theirs]
-                    if tensor.shape != shapes[ours]:
+                    tensor = archive.get_tensor(stored)
+                    if tensor.shape != shapes[theirs]:
                         raise ShardlineError(
-                            f"{path}: {theirs} has shape {tuple(tensor.shape)}, but config.json asks for "
-                            f"{tuple(shapes[ours])}; the files belong to different models."
+                            f"{path}: {stored} has shape {tuple(tensor.shape)}, but config.json asks for "
+                            f"{tuple(shapes[theirs])}; the files belong to different models."
                         )
-                    yield ours, tensor
+                    yield from zip(rules[theirs].ours, rules[theirs].op.load(tensor, config), strict=True)
         except SafetensorError as error:
             raise _damaged(path, error) from None
 
@@ -111,11 +118,13 @@ def save_folder(
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    names = dict(family_of(config.family).tensor_names(config))
-    missing = sorted(set(names) - set(tensors))
+    rules = list(family_of(config.family).tensors(config))
+    missing = sorted({name for rule in rules for name in rule.ours} - set(tensors))
     if missing:
         raise ShardlineError(f"Can't write {folder}: {len(missing)} tensors are missing, the first is {missing[0]}.")
-    state = {theirs: tensors[ours].detach().contiguous() for ours, theirs in names.items()}
+    state = {
+        rule.theirs: rule.op.save([tensors[name].detach() for name in rule.ours], config).contiguous() for rule in rules
+    }
     _write_weights(folder, state, max_shard_bytes)
     dtype = str(state[next(iter(state))].dtype).removeprefix("torch.")
     _write_json(folder / "config.json", write_model_config(config, dtype=dtype))
@@ -127,6 +136,22 @@ def save_folder(
 def _meta_decoder(config: DecoderConfig) -> Decoder:
     with torch.device("meta"):
         return Decoder(config)
+
+
+def _file_shapes(config: DecoderConfig) -> dict[str, torch.Size]:
+    """Returns the shape that each tensor has in a file: ours, joined on the meta device."""
+    ours = dict(_meta_decoder(config).named_parameters())
+    return {
+        rule.theirs: rule.op.save([ours[name] for name in rule.ours], config).shape
+        for rule in family_of(config.family).tensors(config)
+    }
+
+
+def _full_name(stored: str, known: Container[str]) -> str:
+    """A folder saved from a model without its head lacks the first part of each name (GPT-2's and BLOOM's own do)."""
+    if stored in known:
+        return stored
+    return next((prefix + stored for prefix in _PREFIXES if prefix + stored in known), stored)
 
 
 def _weight_files(folder: Path) -> dict[str, Path]:
@@ -175,10 +200,11 @@ def _check_names(folder: Path, expected: set[str], found: set[str], config: Deco
     if missing:
         raise ShardlineError(f"{folder}: {len(missing)} tensors are missing, the first is {missing[0]}.")
     # Buffers that old exporters wrote, and the copy of a tied head, are the only extras that change nothing.
+    skipped = family_of(config.family).skipped
     extra = sorted(
         name
         for name in found - expected
-        if not name.endswith("rotary_emb.inv_freq") and not (name == "lm_head.weight" and config.tie_word_embeddings)
+        if not name.endswith(skipped) and not (name == "lm_head.weight" and config.tie_word_embeddings)
     )
     if extra:
         raise ShardlineError(
@@ -192,7 +218,11 @@ def _write_weights(folder: Path, state: dict[str, Tensor], max_shard_bytes: int)
         state, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_bytes
     )
     for filename, names in split.filename_to_tensors.items():
-        save_file({name: state[name] for name in names}, folder / filename, metadata={"format": "pt"})
+        path = folder / filename
+        path.touch()
+        mode = path.stat().st_mode  # as the umask has it; safetensors alone would leave 0600, for its writer only
+        save_file({name: state[name] for name in names}, path, metadata={"format": "pt"})
+        path.chmod(mode)
     if split.is_sharded:
         metadata = {"total_parameters": sum(tensor.numel() for tensor in state.values()), **split.metadata}
         _write_json(folder / _INDEX, {"metadata": metadata, "weight_map": split.tensor_to_filename})

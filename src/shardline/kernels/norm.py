@@ -8,8 +8,14 @@ from torch import Tensor
 __all__ = ["rms_norm"]
 
 
-def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
-    """Returns x / rms(x) * weight over the last dim: the statistics in fp32, the product in the dtype of `x`."""
+def rms_norm(x: Tensor, weight: Tensor, *, eps: float, offset: float = 0.0) -> Tensor:
+    """Returns x / rms(x) * (offset + weight) over the last dim, in the dtype of `x`.
+
+    Statistics are fp32. With an offset (Gemma: 1 + w) the product is fp32 too; without, it is in the dtype of `x`
+    (Llama). Each is how its family was trained, and in bf16 they differ.
+    """
     x32 = x.float()
     normed = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
+    if offset:
+        return (normed * (offset + weight.float())).to(x.dtype)
     return weight * normed.to(x.dtype)

@@ -8,6 +8,7 @@ Shapes: B batch, T tokens, D hidden, N query heads, K key/value heads, H head si
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -15,10 +16,26 @@ from torch import Tensor, nn
 
 from shardline.kernels import attention, causal_mask
 from shardline.models.config import DecoderConfig
-from shardline.models.norm import RMSNorm
-from shardline.models.positions import rotate
+from shardline.models.norm import make_norm
+from shardline.models.positions import alibi_slopes, rotate
 
-__all__ = ["Attention", "DenseAttention", "SelfAttention"]
+__all__ = ["Attention", "AttentionSpec", "DenseAttention", "SelfAttention"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionSpec:
+    """What a layer's attention computes, whatever the backend.
+
+    window         tokens that a query sees, itself included; None: all before it
+    softcap        bound of the scores, or None
+    alibi_slopes   [N] fp32, or None
+    """
+
+    layer: int
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    alibi_slopes: Tensor | None = None
 
 
 class Attention(Protocol):
@@ -30,9 +47,7 @@ class Attention(Protocol):
         k_BTKH: Tensor,
         v_BTKH: Tensor,
         *,
-        layer: int,
-        scale: float,
-        window: int | None,
+        spec: AttentionSpec,
     ) -> Tensor:
         """Returns o_BTNH."""
         ...
@@ -58,18 +73,30 @@ class DenseAttention:
         k_BTKH: Tensor,
         v_BTKH: Tensor,
         *,
-        layer: int,
-        scale: float,
-        window: int | None,
+        spec: AttentionSpec,
     ) -> Tensor:
-        length = q_BTNH.shape[1]
+        length, window = q_BTNH.shape[1], spec.window
         if window is not None and window >= length:
             window = None
-        if self._documents_BT is None and window is None:
-            return attention(q_BTNH, k_BTKH, v_BTKH, causal=True, scale=scale)
+        if self._documents_BT is None and window is None and spec.alibi_slopes is None:
+            return attention(q_BTNH, k_BTKH, v_BTKH, causal=True, scale=spec.scale, softcap=spec.softcap)
         if window not in self._masks:
             self._masks[window] = self._mask(length, window, q_BTNH.device)
-        return attention(q_BTNH, k_BTKH, v_BTKH, mask_BTS=self._masks[window], scale=scale)
+        return attention(
+            q_BTNH,
+            k_BTKH,
+            v_BTKH,
+            mask_BTS=self._masks[window],
+            scale=spec.scale,
+            softcap=spec.softcap,
+            alibi=self._alibi(spec, length, q_BTNH.device),
+        )
+
+    def _alibi(self, spec: AttentionSpec, length: int, device: torch.device) -> tuple[Tensor, Tensor] | None:
+        if spec.alibi_slopes is None:
+            return None
+        index_T = torch.arange(length, device=device)
+        return spec.alibi_slopes.to(device), (index_T[:, None] - index_T[None, :]).unsqueeze(0)
 
     def _mask(self, length: int, window: int | None, device: torch.device) -> Tensor:
         index_BT = torch.arange(length, device=device).unsqueeze(0)
@@ -82,31 +109,36 @@ class DenseAttention:
 
 
 class SelfAttention(nn.Module):
-    """Grouped-query attention (Ainslie et al., 2023, arXiv:2305.13245) with rotary positions."""
+    """Grouped-query attention (Ainslie et al., 2023, arXiv:2305.13245)."""
 
     def __init__(self, config: DecoderConfig, *, layer: int) -> None:
         super().__init__()
-        self._layer = layer
-        self._window = config.sliding_windows[layer]
         self._head_dim = config.head_dim
-        self._scale = config.head_dim**-0.5
+        self._spec = AttentionSpec(
+            layer=layer,
+            scale=config.head_dim**-0.5 if config.query_scale is None else config.query_scale,
+            window=config.sliding_windows[layer],
+            softcap=config.attention_softcap,
+            alibi_slopes=alibi_slopes(config.num_heads) if config.position == "alibi" else None,
+        )
         num_q, num_kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self.q_proj = nn.Linear(config.hidden_size, num_q, bias=config.qkv_bias)
         self.k_proj = nn.Linear(config.hidden_size, num_kv, bias=config.qkv_bias)
         self.v_proj = nn.Linear(config.hidden_size, num_kv, bias=config.qkv_bias)
         self.o_proj = nn.Linear(num_q, config.hidden_size, bias=config.o_bias)
         if config.qk_norm:
-            self.q_norm = RMSNorm(config.head_dim, eps=config.norm_eps)
-            self.k_norm = RMSNorm(config.head_dim, eps=config.norm_eps)
+            self.q_norm = make_norm(config, config.head_dim)
+            self.k_norm = make_norm(config, config.head_dim)
         self._qk_norm = config.qk_norm
 
-    def forward(self, x_BTD: Tensor, cos_sin: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
+    def forward(self, x_BTD: Tensor, cos_sin: tuple[Tensor, Tensor] | None, attention: Attention) -> Tensor:
         heads = (*x_BTD.shape[:2], -1, self._head_dim)
         q_BTNH = self.q_proj(x_BTD).view(heads)
         k_BTKH = self.k_proj(x_BTD).view(heads)
         v_BTKH = self.v_proj(x_BTD).view(heads)
         if self._qk_norm:
             q_BTNH, k_BTKH = self.q_norm(q_BTNH), self.k_norm(k_BTKH)
-        q_BTNH, k_BTKH = rotate(q_BTNH, *cos_sin), rotate(k_BTKH, *cos_sin)
-        o_BTNH = attention(q_BTNH, k_BTKH, v_BTKH, layer=self._layer, scale=self._scale, window=self._window)
+        if cos_sin is not None:
+            q_BTNH, k_BTKH = rotate(q_BTNH, *cos_sin), rotate(k_BTKH, *cos_sin)
+        o_BTNH = attention(q_BTNH, k_BTKH, v_BTKH, spec=self._spec)
         return self.o_proj(o_BTNH.flatten(2))

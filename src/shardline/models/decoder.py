@@ -3,7 +3,8 @@
     decoder = Decoder(preset("tiny"))
     logits_BTV = decoder(tokens_BT, positions_BT=positions_BT, attention=DenseAttention())
 
-Parameter names are Hugging Face's names for Llama. Shapes: B batch, T tokens, D hidden, V vocabulary.
+Parameter names are Hugging Face's names for Llama, and in their manner where Llama has no such thing. Every family is
+this module under another config. Shapes: B batch, T tokens, D hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -14,42 +15,67 @@ from torch import Tensor, nn
 
 from shardline.models.attention import Attention, SelfAttention
 from shardline.models.config import DecoderConfig
-from shardline.models.feedforward import FeedForward
-from shardline.models.norm import RMSNorm
+from shardline.models.feedforward import make_feedforward
+from shardline.models.norm import make_norm
 from shardline.models.positions import Rope
 
 __all__ = ["Decoder", "DecoderLayer"]
 
+CosSin = tuple[Tensor, Tensor]
+
 
 class DecoderLayer(nn.Module):
-    """One pre-norm block: attention, then feed-forward, each added to the residual stream."""
+    """Attention and feed-forward, each added to the residual stream; `config.block` says where the norms stand."""
 
     def __init__(self, config: DecoderConfig, *, layer: int) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self._block = config.block
+        self._output_norms = config.output_norms
+        self.input_layernorm = make_norm(config, config.hidden_size)
         self.self_attn = SelfAttention(config, layer=layer)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.norm_eps)
-        self.mlp = FeedForward(config)
+        if config.block != "parallel":
+            self.post_attention_layernorm = make_norm(config, config.hidden_size)
+        self.mlp = make_feedforward(config, layer=layer)
+        if config.output_norms:
+            self.attention_output_norm = make_norm(config, config.hidden_size)
+            self.mlp_output_norm = make_norm(config, config.hidden_size)
 
-    def forward(self, x_BTD: Tensor, cos_sin: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
-        x_BTD = x_BTD + self.self_attn(self.input_layernorm(x_BTD), cos_sin, attention)
-        return x_BTD + self.mlp(self.post_attention_layernorm(x_BTD))
+    def forward(self, x_BTD: Tensor, cos_sin: CosSin | None, attention: Attention) -> Tensor:
+        if self._block == "parallel":
+            normed_BTD = self.input_layernorm(x_BTD)
+            return self.self_attn(normed_BTD, cos_sin, attention) + self.mlp(normed_BTD) + x_BTD
+        if self._block == "post":
+            x_BTD = self.input_layernorm(x_BTD + self.self_attn(x_BTD, cos_sin, attention))
+            return self.post_attention_layernorm(x_BTD + self.mlp(x_BTD))
+        attended_BTD = self.self_attn(self.input_layernorm(x_BTD), cos_sin, attention)
+        x_BTD = x_BTD + (self.attention_output_norm(attended_BTD) if self._output_norms else attended_BTD)
+        fed_BTD = self.mlp(self.post_attention_layernorm(x_BTD))
+        return x_BTD + (self.mlp_output_norm(fed_BTD) if self._output_norms else fed_BTD)
 
 
 class _Trunk(nn.Module):
-    """Embedding, layers and final norm; it exists so that names begin with `model.` as in Hugging Face files."""
+    """Embeddings, layers and final norm; it exists so that names begin with `model.` as in Hugging Face files."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        width, hidden = config.embedding_width, config.hidden_size
+        self.embed_tokens = nn.Embedding(config.vocab_size, width)
+        if config.position == "learned":
+            self.embed_positions = nn.Embedding(config.max_position_embeddings + config.position_offset, hidden)
+        if config.embedding_norm:
+            self.embed_norm = make_norm(config, width)
+        if width != hidden:
+            self.project_in = nn.Linear(width, hidden, bias=False)
+            self.project_out = nn.Linear(hidden, width, bias=False)
         self.layers = nn.ModuleList(DecoderLayer(config, layer=layer) for layer in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps)
+        if config.final_norm:
+            self.norm = make_norm(config, hidden)
 
 
 class Decoder(nn.Module):
     """A decoder-only transformer described by `DecoderConfig`.
 
-    With tied embeddings there is no `lm_head` module: the head is the embedding's weight.
+    With tied embeddings there is no `lm_head` weight: the head is the embedding's weight.
     """
 
     def __init__(self, config: DecoderConfig) -> None:
@@ -57,29 +83,62 @@ class Decoder(nn.Module):
         self.config = config
         self.model = _Trunk(config)
         if not config.tie_word_embeddings:
-            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self._rope = Rope(config.rope, head_dim=config.head_dim, max_position_embeddings=config.max_position_embeddings)
+            self.lm_head = nn.Linear(config.embedding_width, config.vocab_size, bias=config.head_bias)
+        self._ropes = {
+            rope: Rope(rope, head_dim=config.head_dim, max_position_embeddings=config.max_position_embeddings)
+            for rope in {config.rope_of(layer) for layer in range(config.num_layers)}
+            if config.position == "rope"
+        }
 
-    def forward(self, tokens_BT: Tensor, *, positions_BT: Tensor, attention: Attention) -> Tensor:
-        """Returns logits_BTV in the parameters' dtype; `positions_BT` are integers from each document's start."""
-        return self.head(self.hidden_states(tokens_BT, positions_BT=positions_BT, attention=attention))
+    def forward(
+        self, tokens_BT: Tensor, *, positions_BT: Tensor, attention: Attention, lengths_BT: Tensor | None = None
+    ) -> Tensor:
+        """Returns logits_BTV in the parameters' dtype; the arguments are those of `hidden_states`."""
+        hidden = self.hidden_states(tokens_BT, positions_BT=positions_BT, attention=attention, lengths_BT=lengths_BT)
+        return self.head(hidden)
 
-    def hidden_states(self, tokens_BT: Tensor, *, positions_BT: Tensor, attention: Attention) -> Tensor:
-        """Returns x_BTD after the final norm: what the head reads."""
-        x_BTD = self.model.embed_tokens(tokens_BT)
-        cos_sin = self._rope.cos_sin(positions_BT)
-        for layer in self.model.layers:
-            x_BTD = layer(x_BTD, cos_sin, attention)
-        return self.model.norm(x_BTD)
+    def hidden_states(
+        self, tokens_BT: Tensor, *, positions_BT: Tensor, attention: Attention, lengths_BT: Tensor | None = None
+    ) -> Tensor:
+        """Returns what the head reads, [B, T, embedding width].
+
+        positions_BT   integers from each document's start
+        lengths_BT     tokens of each token's document so far known; only longrope and dynamic rope look at it, and
+                       without it take the furthest position of the batch
+        """
+        config, trunk = self.config, self.model
+        x_BTD = trunk.embed_tokens(tokens_BT)
+        if config.embedding_scale != 1.0:  # rounded to the dtype first, as the families with a scale do
+            x_BTD = x_BTD * torch.tensor(config.embedding_scale, dtype=x_BTD.dtype, device=x_BTD.device)
+        if config.embedding_norm:
+            x_BTD = trunk.embed_norm(x_BTD)
+        if config.embedding_width != config.hidden_size:
+            x_BTD = trunk.project_in(x_BTD)
+        if config.position == "learned":
+            x_BTD = x_BTD + trunk.embed_positions(positions_BT + config.position_offset)
+        turns = {rope: turner.cos_sin(positions_BT, lengths_BT) for rope, turner in self._ropes.items()}
+        for index, layer in enumerate(trunk.layers):
+            x_BTD = layer(x_BTD, turns.get(config.rope_of(index)), attention)
+        if config.final_norm:
+            x_BTD = trunk.norm(x_BTD)
+        return x_BTD if config.embedding_width == config.hidden_size else trunk.project_out(x_BTD)
 
     def head(self, x: Tensor) -> Tensor:
-        """Returns logits [..., V] of hidden states [..., D]."""
-        return F.linear(x, self.head_weight)
+        """Returns logits [..., V] of what `hidden_states` gave."""
+        logits = F.linear(x, self.head_weight, self.head_bias)
+        if self.config.final_softcap is None:
+            return logits
+        return self.config.final_softcap * torch.tanh(logits / self.config.final_softcap)
 
     @property
     def head_weight(self) -> Tensor:
-        """The head's weight, [V, D]."""
+        """The head's weight, [V, embedding width]."""
         return self.model.embed_tokens.weight if self.config.tie_word_embeddings else self.lm_head.weight
+
+    @property
+    def head_bias(self) -> Tensor | None:
+        """The head's bias, [V], where the family has one."""
+        return None if self.config.tie_word_embeddings else self.lm_head.bias
 
     @torch.no_grad()
     def initialize(self, *, seed: int) -> None:
@@ -89,7 +148,7 @@ class Decoder(nn.Module):
         residual_std = std / (2 * self.config.num_layers) ** 0.5  # GPT-2's scaling of what is added to the stream
         for name, parameter in self.named_parameters():
             if name.endswith("norm.weight"):
-                parameter.fill_(1.0)
+                parameter.fill_(1.0 - self.config.norm_offset)
             elif name.endswith(".bias"):
                 parameter.zero_()
             else:

@@ -59,6 +59,7 @@ class Engine:
         )
         in_vocabulary = [token for token in self.eos_token_ids if token < decoder.config.vocab_size]
         self.runner = Runner(decoder, self._cache, Sampler(eos_token_ids=in_vocabulary))
+        self._switch_length = decoder.config.rope.switch_length
         self.last_schedule = Schedule()
         self._replies: dict[str, ReplyText] = {}
 
@@ -152,6 +153,10 @@ class Engine:
         params = sequence.request.sampling
         token = sampled.token_id
         sequence.token_ids.append(token)
+        if sequence.num_tokens == self._switch_length:
+            # From this length on every token turns by other angles, so what is cached is computed again, as the
+            # trainer (and transformers) would.
+            sequence.num_computed_tokens = 0
         output.num_output_tokens = sequence.num_output_tokens
         timeline = sequence.timeline
         if timeline.last_token_s is not None:

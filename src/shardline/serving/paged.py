@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from shardline.kernels import attention, causal_mask
+from shardline.models.attention import AttentionSpec
 from shardline.models.config import DecoderConfig
 
 __all__ = ["DecodeGroup", "KVCache", "PagedAttention", "PrefillChunk", "StepInputs", "kv_bytes_per_token"]
@@ -93,6 +94,7 @@ class StepInputs:
 
     tokens_T: Tensor
     positions_T: Tensor
+    lengths_T: Tensor | None  # tokens that each row's sequence has by now, where the rope asks for it
     slots_T: Tensor
     decodes: list[DecodeGroup] = field(default_factory=list)
     prefills: list[PrefillChunk] = field(default_factory=list)
@@ -106,54 +108,44 @@ class PagedAttention:
         self._inputs = inputs
         self._masks: dict[tuple[int, int | None], Tensor] = {}
 
-    def __call__(
-        self,
-        q_BTNH: Tensor,
-        k_BTKH: Tensor,
-        v_BTKH: Tensor,
-        *,
-        layer: int,
-        scale: float,
-        window: int | None,
-    ) -> Tensor:
+    def __call__(self, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, *, spec: AttentionSpec) -> Tensor:
         """Writes the step's keys and values, then returns o_BTNH; B is 1, T all rows of the step."""
-        self._cache.write(layer, self._inputs.slots_T, k_BTKH[0], v_BTKH[0])
-        outputs = [
-            self._decode(group, q_BTNH[0], layer=layer, scale=scale, window=window) for group in self._inputs.decodes
-        ]
-        outputs += [
-            self._prefill(chunk, q_BTNH, k_BTKH, v_BTKH, layer=layer, scale=scale, window=window)
-            for chunk in self._inputs.prefills
-        ]
+        self._cache.write(spec.layer, self._inputs.slots_T, k_BTKH[0], v_BTKH[0])
+        outputs = [self._decode(group, q_BTNH[0], spec) for group in self._inputs.decodes]
+        outputs += [self._prefill(chunk, q_BTNH, k_BTKH, v_BTKH, spec) for chunk in self._inputs.prefills]
         o_TNH = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return o_TNH.unsqueeze(0)
 
-    def _decode(self, group: DecodeGroup, q_TNH: Tensor, *, layer: int, scale: float, window: int | None) -> Tensor:
-        k_SKH, v_SKH = self._cache.read(layer, group.tables)
+    def _decode(self, group: DecodeGroup, q_TNH: Tensor, spec: AttentionSpec) -> Tensor:
+        k_SKH, v_SKH = self._cache.read(spec.layer, group.tables)
         num_rows, num_kv_heads, head_dim = group.size, k_SKH.shape[1], k_SKH.shape[2]
         k_BSKH, v_BSKH = k_SKH.unflatten(0, (num_rows, -1)), v_SKH.unflatten(0, (num_rows, -1))
         rows = q_TNH[group.first : group.first + num_rows]
+        if spec.alibi_slopes is not None:  # a bias for each query head: they stay heads
+            mask_B1S = self._decode_mask(group, k_BSKH.shape[1], spec.window)
+            distance_B1S = torch.tensor(group.lengths).view(-1, 1, 1) - 1 - torch.arange(k_BSKH.shape[1])
+            return attention(
+                rows.unsqueeze(1),
+                k_BSKH,
+                v_BSKH,
+                mask_BTS=mask_B1S,
+                scale=spec.scale,
+                softcap=spec.softcap,
+                alibi=(spec.alibi_slopes, distance_B1S),
+            ).squeeze(1)
         q_BGKH = rows.view(num_rows, num_kv_heads, -1, head_dim).transpose(1, 2)
         if num_rows == 1:  # exact slices instead of a mask
             end = group.lengths[0]
-            begin = 0 if window is None else max(0, end - window)
+            begin = 0 if spec.window is None else max(0, end - spec.window)
             k_BSKH, v_BSKH, mask_BGS = k_BSKH[:, begin:end], v_BSKH[:, begin:end], None
         else:
-            mask_BGS = self._decode_mask(group, k_BSKH.shape[1], window)
+            mask_BGS = self._decode_mask(group, k_BSKH.shape[1], spec.window)
             mask_BGS = mask_BGS.expand(-1, q_BGKH.shape[1], -1)
-        o_BGKH = attention(q_BGKH, k_BSKH, v_BSKH, mask_BTS=mask_BGS, scale=scale)
+        o_BGKH = attention(q_BGKH, k_BSKH, v_BSKH, mask_BTS=mask_BGS, scale=spec.scale, softcap=spec.softcap)
         return o_BGKH.transpose(1, 2).reshape(num_rows, -1, head_dim)
 
     def _prefill(
-        self,
-        chunk: PrefillChunk,
-        q_BTNH: Tensor,
-        k_BTKH: Tensor,
-        v_BTKH: Tensor,
-        *,
-        layer: int,
-        scale: float,
-        window: int | None,
+        self, chunk: PrefillChunk, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, spec: AttentionSpec
     ) -> Tensor:
         rows = slice(chunk.first, chunk.first + chunk.size)
         q_BTNH = q_BTNH[:, rows]
@@ -161,12 +153,19 @@ class PagedAttention:
         if chunk.start == 0:  # everything it sees is in this step
             k_BSKH, v_BSKH = k_BTKH[:, rows], v_BTKH[:, rows]
         else:
-            k_SKH, v_SKH = self._cache.read(layer, chunk.table)
+            k_SKH, v_SKH = self._cache.read(spec.layer, chunk.table)
             k_BSKH, v_BSKH = k_SKH[:end].unsqueeze(0), v_SKH[:end].unsqueeze(0)
-        if chunk.start == 0 and (window is None or window >= end):
-            return attention(q_BTNH, k_BSKH, v_BSKH, causal=True, scale=scale)[0]
-        mask_BTS = self._prefill_mask(chunk, window)
-        return attention(q_BTNH, k_BSKH, v_BSKH, mask_BTS=mask_BTS, scale=scale)[0]
+        whole = chunk.start == 0 and (spec.window is None or spec.window >= end)
+        if whole and spec.alibi_slopes is None:
+            return attention(q_BTNH, k_BSKH, v_BSKH, causal=True, scale=spec.scale, softcap=spec.softcap)[0]
+        alibi = None
+        if spec.alibi_slopes is not None:
+            distance_TS = torch.arange(chunk.start, end)[:, None] - torch.arange(end)[None, :]
+            alibi = spec.alibi_slopes, distance_TS.unsqueeze(0)
+        mask_BTS = self._prefill_mask(chunk, spec.window)
+        return attention(
+            q_BTNH, k_BSKH, v_BSKH, mask_BTS=mask_BTS, scale=spec.scale, softcap=spec.softcap, alibi=alibi
+        )[0]
 
     def _decode_mask(self, group: DecodeGroup, num_keys: int, window: int | None) -> Tensor:
         key = (group.first, window)

@@ -43,6 +43,7 @@ class Runner:
         x_TD = self._decoder.hidden_states(
             inputs.tokens_T.unsqueeze(0),
             positions_BT=inputs.positions_T.unsqueeze(0),
+            lengths_BT=None if inputs.lengths_T is None else inputs.lengths_T.unsqueeze(0),
             attention=PagedAttention(self._cache, inputs),
         )[0]
         for chunk, last_row in zip(chunks, last_rows, strict=True):
@@ -88,11 +89,16 @@ class Runner:
         inputs = StepInputs(
             tokens_T=torch.from_numpy(np.array(tokens, dtype=np.int64)),
             positions_T=torch.from_numpy(positions),
+            lengths_T=self._lengths(chunks) if self._decoder.config.rope.depends_on_length else None,
             slots_T=torch.from_numpy(slots),
             decodes=list(_group_decodes(chunks[:num_decodes], block_size)),
             prefills=prefills,
         )
         return inputs, last_rows
+
+    def _lengths(self, chunks: list[Chunk]) -> Tensor:
+        lengths = [chunk.sequence.num_tokens for chunk in chunks]
+        return torch.from_numpy(np.repeat(lengths, [chunk.num_tokens for chunk in chunks]))
 
     def _score_prompt(self, chunk: Chunk, x_TD: Tensor) -> None:
         """Adds the log-probabilities of the prompt tokens that this chunk's rows predict."""

@@ -6,14 +6,16 @@ states, head and loss lie in one forward pass, which sharded data parallelism ne
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn import LinearCrossEntropyOptions
+from torch.utils.checkpoint import checkpoint
 
 from shardline.models.attention import DenseAttention
 from shardline.models.decoder import Decoder
 
-__all__ = ["IGNORED", "LanguageModelLoss"]
+__all__ = ["IGNORED", "LanguageModelLoss", "document_lengths"]
 
 IGNORED = -100
 """The target of a position that has none: padding, the last token of a document, a user's turn in a chat."""
@@ -32,12 +34,37 @@ class LanguageModelLoss(nn.Module):
 
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor, documents_BT: Tensor, positions_BT: Tensor) -> Tensor:
         """Returns the fp32 scalar sum of -log p(target) over targets that are not `IGNORED`."""
-        x_BTD = self.decoder.hidden_states(tokens_BT, positions_BT=positions_BT, attention=DenseAttention(documents_BT))
+        x_BTD = self.decoder.hidden_states(
+            tokens_BT,
+            positions_BT=positions_BT,
+            attention=DenseAttention(documents_BT),
+            lengths_BT=document_lengths(documents_BT) if self.decoder.config.rope.depends_on_length else None,
+        )
+        if self.decoder.config.final_softcap is not None:
+            return self._softcapped(x_BTD.flatten(0, 1), targets_BT.flatten())
         return F.linear_cross_entropy(
             x_BTD.flatten(0, 1),
             self.decoder.head_weight,
             targets_BT.flatten(),
+            linear_bias=self.decoder.head_bias,
             reduction="sum",
             ignore_index=IGNORED,
             options=LinearCrossEntropyOptions(batch_chunk_size=_CHUNK_ROWS),
         )
+
+    def _softcapped(self, x_RD: Tensor, targets_R: Tensor) -> Tensor:
+        """Logits with a cap are no plain linear map; each chunk's are made again for its backward pass."""
+        total = x_RD.new_zeros((), dtype=torch.float32)
+        for x, targets in zip(x_RD.split(_CHUNK_ROWS), targets_R.split(_CHUNK_ROWS), strict=True):
+            total = total + checkpoint(self._chunk_loss, x, targets, use_reentrant=False)
+        return total
+
+    def _chunk_loss(self, x_RD: Tensor, targets_R: Tensor) -> Tensor:
+        logits_RV = self.decoder.head(x_RD).float()
+        return F.cross_entropy(logits_RV, targets_R, ignore_index=IGNORED, reduction="sum")
+
+
+def document_lengths(documents_BT: Tensor) -> Tensor:
+    """Returns lengths_BT: how many tokens of its row each token's document has (padding counts as a document)."""
+    same_BTT = documents_BT.unsqueeze(2) == documents_BT.unsqueeze(1)
+    return same_BTT.sum(-1)

@@ -1,4 +1,4 @@
-"""Families: how each one's config.json and tensor names map onto the decoder, both ways."""
+"""Families: how each one's config.json and tensors map onto the decoder, both ways."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from typing import Any
 
 from shardline.config import UsageError, nearest
 from shardline.models.config import DecoderConfig
-from shardline.models.families.family import Family
-from shardline.models.families.llama import FAMILIES as _LLAMA_LIKE
+from shardline.models.families.earlier import EARLIER
+from shardline.models.families.family import Family, TensorRule
+from shardline.models.families.llama import LLAMA_LIKE
 
-__all__ = ["FAMILIES", "Family", "family_of", "read_model_config", "write_model_config"]
+__all__ = ["FAMILIES", "Family", "TensorRule", "family_of", "read_model_config", "write_model_config"]
 
-FAMILIES: dict[str, Family] = {family.model_type: family for family in _LLAMA_LIKE}
+FAMILIES: dict[str, Family] = {family.model_type: family for family in (*LLAMA_LIKE, *EARLIER)}
 
 
 def family_of(model_type: str) -> Family:

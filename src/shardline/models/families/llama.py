@@ -1,126 +1,59 @@
-"""Llama 1-3 and SmolLM2 (`llama`), Mistral, Qwen2/2.5 and Qwen3: the decoder's own names, and their differences.
-
-Sources: the families' config.json files, and the classes of transformers 5 that read them.
+"""Families in the shape of Llama: Llama 1-3 and SmolLM2, Mistral, Qwen2 and 3, Gemma 1-3, Phi-3, GLM-4, and the
+mixtures of experts Mixtral and Qwen3-MoE. Sources: their config.json files and the classes of transformers 5.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from shardline.config import UsageError
-from shardline.models.config import DecoderConfig
-from shardline.models.families.family import Family, TensorRule, take
+from shardline.models.config import Activation, DecoderConfig
+from shardline.models.families.family import Family, TensorRule, read_activation, rule, take
+from shardline.models.families.ops import GATE_UP, IDENTITY, QKV, RotaryPairs
 from shardline.models.families.rope_keys import read_rope, write_rope
 
-__all__ = ["FAMILIES"]
+__all__ = ["LLAMA_LIKE"]
 
-_ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
+_KEYS = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "max_position_embeddings": "max_position_embeddings",
+    "norm_eps": "rms_norm_eps",
+    "tie_word_embeddings": "tie_word_embeddings",
 }
-# Present in some checkpoints, and each changes what the model computes: reading past one would serve a wrong model.
-_FOREIGN = {
-    "quantization_config": None,
-    "num_experts": None,
-    "num_local_experts": None,
-    "final_logit_softcapping": None,
-    "attn_logit_softcapping": None,
-    "logit_scale": 1.0,
-    "logits_scaling": 1.0,
-    "embedding_multiplier": 1.0,
-    "residual_multiplier": 1.0,
-    "attention_multiplier": None,
-    "partial_rotary_factor": 1.0,
-    "query_pre_attn_scalar": None,
-}
+_DEFAULTS = {"max_position_embeddings": 2048, "norm_eps": 1e-6, "tie_word_embeddings": False}
+_SILU: dict[str, Activation] = {"silu": "silu", "swish": "silu"}
+# Gemma's first files say "gelu" and mean, as transformers reads them, the tanh approximation.
+_GEMMA_GELU: dict[str, Activation] = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu_tanh"}
 
 
-def _read(raw: dict[str, Any]) -> DecoderConfig:
-    model_type = raw["model_type"]
-    _reject_foreign_mathematics(raw)
-    hidden_size, num_heads, num_layers = (
-        take(raw, key) for key in ("hidden_size", "num_attention_heads", "num_hidden_layers")
-    )
-    head_dim = raw.get("head_dim")
+def _heads(raw: dict[str, Any], *, default_head_dim: int | None = None) -> dict[str, Any]:
+    hidden, heads = take(raw, "hidden_size"), take(raw, "num_attention_heads")
+    head_dim = raw.get("head_dim") or default_head_dim
     if head_dim is None:
-        if hidden_size % num_heads:
+        if hidden % heads:
             raise UsageError(
-                f"config.json: hidden_size = {hidden_size} is not a multiple of num_attention_heads = {num_heads}, "
-                "and no head_dim is given."
+                f"config.json: hidden_size = {hidden} is not a multiple of num_attention_heads = {heads}, and no "
+                "head_dim is given."
             )
-        head_dim = 128 if model_type == "qwen3" else hidden_size // num_heads
-    attention_bias = bool(raw.get("attention_bias", False))
-    return DecoderConfig(
-        family=model_type,
-        vocab_size=take(raw, "vocab_size"),
-        hidden_size=hidden_size,
-        intermediate_size=take(raw, "intermediate_size"),
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=raw.get("num_key_value_heads") or num_heads,
-        head_dim=head_dim,
-        max_position_embeddings=raw.get("max_position_embeddings", 2048),
-        norm_eps=raw.get("rms_norm_eps", 1e-6),
-        rope=read_rope(raw, default_theta=10000.0),
-        sliding_windows=_read_windows(raw, num_layers),
-        qkv_bias=model_type == "qwen2" or attention_bias,
-        o_bias=model_type != "qwen2" and attention_bias,
-        mlp_bias=model_type == "llama" and bool(raw.get("mlp_bias", False)),
-        qk_norm=model_type == "qwen3",
-        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
-        initializer_range=raw.get("initializer_range", 0.02),
-        bos_token_id=raw.get("bos_token_id"),
-        eos_token_ids=_as_tuple(raw.get("eos_token_id")),
-        pad_token_id=raw.get("pad_token_id"),
-        raw=dict(raw),
-    )
+        head_dim = hidden // heads
+    return {"head_dim": head_dim, "num_kv_heads": raw.get("num_key_value_heads") or heads}
 
 
-def _write(config: DecoderConfig) -> dict[str, Any]:
-    keys: dict[str, Any] = {
-        "architectures": [_ARCHITECTURES[config.family]],
-        "model_type": config.family,
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "hidden_act": "silu",
-        "max_position_embeddings": config.max_position_embeddings,
-        "rms_norm_eps": config.norm_eps,
-        "initializer_range": config.initializer_range,
-        "tie_word_embeddings": config.tie_word_embeddings,
-        "bos_token_id": config.bos_token_id,
-        "eos_token_id": _from_tuple(config.eos_token_ids),
-        "pad_token_id": config.pad_token_id,
-        **write_rope(config.rope),
-    }
-    if config.family in ("llama", "qwen3"):
-        keys["attention_bias"] = config.qkv_bias
-    if config.family == "llama":
-        keys["mlp_bias"] = config.mlp_bias
-    keys.update(_write_windows(config))
-    return keys
+def _write_heads(config: DecoderConfig) -> dict[str, Any]:
+    plain = config.head_dim * config.num_heads == config.hidden_size
+    as_it_was = plain and config.raw.get("head_dim", config.head_dim) is None
+    return {"head_dim": None if as_it_was else config.head_dim, "num_key_value_heads": config.num_kv_heads}
 
 
-def _read_windows(raw: dict[str, Any], num_layers: int) -> tuple[int | None, ...]:
-    """Mistral: all layers or none. Qwen: `use_sliding_window`, from layer `max_window_layers` on, or `layer_types`."""
-    model_type = raw["model_type"]
-    window = raw.get("sliding_window", 4096 if model_type == "mistral" else None)  # transformers' default
-    if model_type == "llama" or window is None:
-        return (None,) * num_layers
-    if model_type == "mistral":
-        return (window,) * num_layers
-    if not raw.get("use_sliding_window", False):
-        return (None,) * num_layers
-    kinds = raw.get("layer_types")
-    if kinds is None:
-        first = raw.get("max_window_layers", 28)
-        return tuple(window if layer >= first else None for layer in range(num_layers))
+def _layer_types(raw: dict[str, Any], window: int | None, default: list[str]) -> tuple[int | None, ...]:
+    """Returns the windows that `layer_types` (or `default`, where it is missing) gives each layer."""
+    kinds, num_layers = raw.get("layer_types") or default, take(raw, "num_hidden_layers")
     if len(kinds) != num_layers or not set(kinds) <= {"sliding_attention", "full_attention"}:
         raise UsageError(
             f"config.json: layer_types = {kinds} must say sliding_attention or full_attention for each of the "
@@ -129,70 +62,403 @@ def _read_windows(raw: dict[str, Any], num_layers: int) -> tuple[int | None, ...
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
-def _write_windows(config: DecoderConfig) -> dict[str, Any]:
-    if config.family == "llama":
-        return {}
+def _kinds(config: DecoderConfig) -> list[str]:
+    return ["full_attention" if window is None else "sliding_attention" for window in config.sliding_windows]
+
+
+def _window(config: DecoderConfig) -> int | None:
     windows = {window for window in config.sliding_windows if window is not None}
     assert len(windows) <= 1, "one window size a model in these families"
-    window = next(iter(windows), None)
-    if config.family == "mistral":
-        return {"sliding_window": window}
-    kinds = ["full_attention" if size is None else "sliding_attention" for size in config.sliding_windows]
-    if window is None:  # then the other two say nothing, and stay as they were
-        raw = {"sliding_window": None, "max_window_layers": config.num_layers, **config.raw}
-        unused = {key: raw[key] for key in ("sliding_window", "max_window_layers")}
-        return {"use_sliding_window": False, **unused, "layer_types": kinds}
+    return next(iter(windows), None)
+
+
+def _read_llama(raw: dict[str, Any]) -> dict[str, Any]:
+    bias = bool(raw.get("attention_bias", False))
     return {
-        "use_sliding_window": True,
-        "sliding_window": window,
-        "max_window_layers": kinds.index("sliding_attention"),
-        "layer_types": kinds,
+        **_heads(raw),
+        "rope": read_rope(raw),
+        "activation": read_activation(raw, "hidden_act", _SILU),
+        "qkv_bias": bias,
+        "o_bias": bias,
+        "mlp_bias": bool(raw.get("mlp_bias", False)),
     }
 
 
-def _reject_foreign_mathematics(raw: dict[str, Any]) -> None:
-    activation = raw.get("hidden_act", "silu")
-    if activation not in ("silu", "swish"):
-        raise UsageError(f"config.json: hidden_act = {activation!r}; the {raw['model_type']} family computes silu.")
-    for key, neutral in _FOREIGN.items():
-        if raw.get(key) is not None and raw[key] != neutral:
-            raise UsageError(
-                f"config.json: {key} = {raw[key]!r} changes what the model computes and is not understood for "
-                f"model_type {raw['model_type']!r}."
-            )
+def _write_llama(config: DecoderConfig) -> dict[str, Any]:
+    return {
+        **_write_heads(config),
+        **write_rope(config.rope),
+        "hidden_act": "silu",
+        "attention_bias": config.qkv_bias,
+        "mlp_bias": config.mlp_bias,
+    }
 
 
-def _as_tuple(value: int | list[int] | None) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    return tuple(value) if isinstance(value, list) else (value,)
+def _read_mistral(raw: dict[str, Any]) -> dict[str, Any]:
+    window = raw.get("sliding_window", 4096 if raw["model_type"] == "mistral" else None)  # transformers' default
+    return {
+        **_heads(raw),
+        "rope": read_rope(raw),
+        "activation": read_activation(raw, "hidden_act", _SILU),
+        "sliding_windows": (window,) * take(raw, "num_hidden_layers"),
+    }
 
 
-def _from_tuple(ids: tuple[int, ...]) -> int | list[int] | None:
-    return list(ids) if len(ids) > 1 else next(iter(ids), None)
+def _write_mistral(config: DecoderConfig) -> dict[str, Any]:
+    window = {"sliding_window": _window(config)}
+    return {**_write_heads(config), **write_rope(config.rope), "hidden_act": "silu", **window}
 
 
-def _rules(config: DecoderConfig) -> tuple[TensorRule, ...]:
-    layer = "model.layers.{layer}."
-    names = ["model.embed_tokens.weight"]
-    for projection in ("q_proj", "k_proj", "v_proj", "o_proj"):
-        names.append(f"{layer}self_attn.{projection}.weight")
-        if config.o_bias if projection == "o_proj" else config.qkv_bias:
-            names.append(f"{layer}self_attn.{projection}.bias")
-    if config.qk_norm:
-        names += [f"{layer}self_attn.q_norm.weight", f"{layer}self_attn.k_norm.weight"]
-    for projection in ("gate_proj", "up_proj", "down_proj"):
-        names.append(f"{layer}mlp.{projection}.weight")
-        if config.mlp_bias:
-            names.append(f"{layer}mlp.{projection}.bias")
-    names += [
-        f"{layer}input_layernorm.weight",
-        f"{layer}post_attention_layernorm.weight",
-        "model.norm.weight",
-    ]
+def _read_qwen(raw: dict[str, Any]) -> dict[str, Any]:
+    num_layers, window = take(raw, "num_hidden_layers"), raw.get("sliding_window")
+    if window is None or not raw.get("use_sliding_window", False):
+        windows: tuple[int | None, ...] = (None,) * num_layers
+    else:
+        first = raw.get("max_window_layers", 28)
+        default = ["sliding_attention" if layer >= first else "full_attention" for layer in range(num_layers)]
+        windows = _layer_types(raw, window, default)
+    qwen2 = raw["model_type"] == "qwen2"
+    bias = bool(raw.get("attention_bias", False))
+    return {
+        **_heads(raw, default_head_dim=None if qwen2 else 128),
+        "rope": read_rope(raw),
+        "activation": read_activation(raw, "hidden_act", _SILU),
+        "sliding_windows": windows,
+        "qkv_bias": qwen2 or bias,
+        "o_bias": not qwen2 and bias,
+    }
+
+
+def _write_qwen(config: DecoderConfig) -> dict[str, Any]:
+    keys = {**_write_heads(config), **write_rope(config.rope), "hidden_act": "silu"}
+    if config.family != "qwen2":
+        keys["attention_bias"] = config.qkv_bias
+    if config.family == "qwen3_moe":
+        return keys | _write_qwen_window(config)
+    return keys | _write_qwen_window(config) | {"layer_types": _kinds(config)}
+
+
+def _write_qwen_window(config: DecoderConfig) -> dict[str, Any]:
+    window = _window(config)
+    if window is None:  # then the other two say nothing, and stay as they were
+        raw = {"sliding_window": None, "max_window_layers": config.num_layers, **config.raw}
+        return {
+            "use_sliding_window": False,
+            **{key: raw[key] for key in ("sliding_window", "max_window_layers") if key in raw},
+        }
+    first = _kinds(config).index("sliding_attention")
+    return {"use_sliding_window": True, "sliding_window": window, "max_window_layers": first}
+
+
+def _read_gemma(raw: dict[str, Any]) -> dict[str, Any]:
+    model_type, num_layers = raw["model_type"], take(raw, "num_hidden_layers")
+    key = "hidden_act" if model_type == "gemma" and not raw.get("hidden_activation") else "hidden_activation"
+    bias = bool(raw.get("attention_bias", False))
+    values = {
+        **_heads(raw, default_head_dim=256),
+        "activation": read_activation(raw, key, _GEMMA_GELU),
+        "embedding_scale": float(take(raw, "hidden_size")) ** 0.5,
+        "qkv_bias": bias,
+        "o_bias": bias,
+    }
+    if model_type == "gemma":
+        return values | {"rope": read_rope(raw)}
+    period = 2 if model_type == "gemma2" else raw.get("sliding_window_pattern", raw.get("_sliding_window_pattern", 6))
+    default = ["full_attention" if (i + 1) % period == 0 else "sliding_attention" for i in range(num_layers)]
+    values |= {
+        "query_scale": raw.get("query_pre_attn_scalar", 256) ** -0.5,
+        "sliding_windows": _layer_types(raw, raw.get("sliding_window", 4096), default),
+        "attention_softcap": raw.get("attn_logit_softcapping", 50.0 if model_type == "gemma2" else None),
+        "final_softcap": raw.get("final_logit_softcapping", 30.0 if model_type == "gemma2" else None),
+    }
+    if model_type == "gemma2":
+        return values | {"rope": read_rope(raw)}
+    nested = raw.get("rope_parameters") or {}
+    if set(nested) & {"full_attention", "sliding_attention"}:
+        whole = read_rope({"rope_parameters": nested.get("full_attention")}, theta=1e6)
+        local = read_rope({"rope_parameters": nested.get("sliding_attention")})
+        return values | {"rope": whole, "local_rope": local}
+    local = read_rope({"rope_theta": raw.get("rope_local_base_freq", 10000.0)})
+    return values | {"rope": read_rope(raw, theta=1e6), "local_rope": local}
+
+
+def _write_gemma(config: DecoderConfig) -> dict[str, Any]:
+    keys: dict[str, Any] = {**_write_heads(config), "attention_bias": config.qkv_bias}
+    act = "hidden_act" if config.family == "gemma" else "hidden_activation"
+    keys[act] = config.raw.get(act) or "gelu_pytorch_tanh"
+    if config.family == "gemma":
+        return keys | write_rope(config.rope)
+    assert config.query_scale is not None, "read_rest sets it"
+    keys |= {
+        "query_pre_attn_scalar": config.raw.get("query_pre_attn_scalar", round(config.query_scale**-2)),
+        "sliding_window": _window(config) or config.raw.get("sliding_window"),
+        "layer_types": _kinds(config),
+        "attn_logit_softcapping": config.attention_softcap,
+        "final_logit_softcapping": config.final_softcap,
+    }
+    if config.family == "gemma2":
+        return keys | write_rope(config.rope)
+    assert config.local_rope is not None, "read_rest sets it"
+    whole, local = write_rope(config.rope), write_rope(config.local_rope)
+    return {
+        **keys,
+        **whole,
+        "rope_parameters": {
+            "full_attention": whole["rope_parameters"],
+            "sliding_attention": local["rope_parameters"],
+        },
+        "rope_local_base_freq": config.local_rope.theta,
+    }
+
+
+def _read_phi3(raw: dict[str, Any]) -> dict[str, Any]:
+    return {
+        **_heads(raw),
+        "rope": read_rope(raw),
+        "activation": read_activation(raw, "hidden_act", _SILU),
+        "sliding_windows": (raw.get("sliding_window"),) * take(raw, "num_hidden_layers"),
+    }
+
+
+def _write_phi3(config: DecoderConfig) -> dict[str, Any]:
+    keys = write_rope(config.rope)
+    keys |= {"num_key_value_heads": config.num_kv_heads, "hidden_act": "silu"}
+    keys["rope_parameters"]["partial_rotary_factor"] = config.rope.partial
+    if config.rope.original_max_position_embeddings is not None:
+        keys["original_max_position_embeddings"] = config.rope.original_max_position_embeddings
+    return keys | {"sliding_window": _window(config)}
+
+
+def _read_glm(raw: dict[str, Any]) -> dict[str, Any]:
+    return {
+        **_heads(raw, default_head_dim=128),
+        "rope": read_rope(raw, partial=0.5),
+        "activation": read_activation(raw, "hidden_act", _SILU),
+        "qkv_bias": bool(raw.get("attention_bias", raw["model_type"] == "glm")),
+    }
+
+
+def _write_glm(config: DecoderConfig) -> dict[str, Any]:
+    rope = write_rope(config.rope)
+    return {**_write_heads(config), **rope, "hidden_act": "silu", "attention_bias": config.qkv_bias}
+
+
+def _read_mixtral(raw: dict[str, Any]) -> dict[str, Any]:
+    experts = raw.get("num_local_experts", 8)
+    return _read_mistral(raw) | {
+        "num_experts": experts,
+        "experts_per_token": raw.get("num_experts_per_tok", 2),
+        "expert_size": take(raw, "intermediate_size"),
+        "router_loss_coefficient": raw.get("router_aux_loss_coef", 0.001),
+    }
+
+
+def _write_mixtral(config: DecoderConfig) -> dict[str, Any]:
+    return _write_mistral(config) | {
+        "num_local_experts": config.num_experts,
+        "num_experts_per_tok": config.experts_per_token,
+        "router_aux_loss_coef": config.router_loss_coefficient,
+    }
+
+
+def _read_qwen3_moe(raw: dict[str, Any]) -> dict[str, Any]:
+    step, num_layers = raw.get("decoder_sparse_step", 1), take(raw, "num_hidden_layers")
+    only = set(raw.get("mlp_only_layers") or ())
+    experts = raw.get("num_experts", raw.get("num_local_experts", 128))
+    return _read_qwen(raw) | {
+        "num_experts": experts,
+        "experts_per_token": raw.get("num_experts_per_tok", 8),
+        "expert_size": raw.get("moe_intermediate_size", 768),
+        "normalize_expert_weights": bool(raw.get("norm_topk_prob", False)),
+        "dense_layers": tuple(i for i in range(num_layers) if i in only or (i + 1) % step),
+        "router_loss_coefficient": raw.get("router_aux_loss_coef", 0.001),
+    }
+
+
+def _write_qwen3_moe(config: DecoderConfig) -> dict[str, Any]:
+    keys = _write_qwen(config) | {
+        "num_experts": config.num_experts,
+        "num_experts_per_tok": config.experts_per_token,
+        "moe_intermediate_size": config.expert_size,
+        "norm_topk_prob": config.normalize_expert_weights,
+        "router_aux_loss_coef": config.router_loss_coefficient,
+    }
+    if not config.raw:
+        keys |= {"decoder_sparse_step": 1, "mlp_only_layers": list(config.dense_layers)}
+    if "num_local_experts" in config.raw:
+        keys["num_local_experts"] = config.num_experts
+    return keys
+
+
+def _tensors(config: DecoderConfig) -> Iterator[TensorRule]:
+    """Names as in Llama but for the sandwich norms, the fused matrices and the experts."""
+    fused, glm = config.family in ("phi3",), config.family in ("glm", "glm4")
+    yield rule("model.embed_tokens.weight")
+    for layer in range(config.num_layers):
+        at = f"model.layers.{layer}."
+        attn = f"{at}self_attn."
+        if fused:
+            yield rule(f"{attn}qkv_proj.weight", *(f"{attn}{part}_proj.weight" for part in "qkv"), op=QKV)
+        for part in () if fused else "qkv":
+            heads = "num_heads" if part == "q" else "num_kv_heads"
+            op = RotaryPairs(heads) if config.rope_interleaved and part in "qk" else IDENTITY
+            for kind in ("weight", "bias") if config.qkv_bias else ("weight",):
+                yield rule(f"{attn}{part}_proj.{kind}", op=op)
+        for kind in ("weight", "bias") if config.o_bias else ("weight",):
+            yield rule(f"{attn}o_proj.{kind}")
+        for part in "qk" if config.qk_norm else ():
+            yield rule(f"{attn}{part}_norm.weight")
+        yield from _feedforward(config, layer, f"{at}mlp.", fused=fused or glm)
+        yield rule(f"{at}input_layernorm.weight")
+        before_mlp, after_attention, after_mlp = _NORMS.get(config.family, _LLAMA_NORMS)
+        yield rule(f"{at}{before_mlp}.weight", f"{at}post_attention_layernorm.weight")
+        if config.output_norms:
+            yield rule(f"{at}{after_attention}.weight", f"{at}attention_output_norm.weight")
+            yield rule(f"{at}{after_mlp}.weight", f"{at}mlp_output_norm.weight")
+    yield rule("model.norm.weight")
     if not config.tie_word_embeddings:
-        names.append("lm_head.weight")
-    return tuple(TensorRule(ours=name, theirs=name) for name in names)
+        yield rule("lm_head.weight")
 
 
-FAMILIES = tuple(Family(model_type=name, read=_read, write=_write, rules=_rules) for name in _ARCHITECTURES)
+_LLAMA_NORMS = ("post_attention_layernorm", "", "")
+_GEMMA_NORMS = ("pre_feedforward_layernorm", "post_attention_layernorm", "post_feedforward_layernorm")
+_NORMS = {
+    "gemma2": _GEMMA_NORMS,
+    "gemma3_text": _GEMMA_NORMS,
+    "glm4": ("post_attention_layernorm", "post_self_attn_layernorm", "post_mlp_layernorm"),
+}
+
+
+def _feedforward(config: DecoderConfig, layer: int, mlp: str, *, fused: bool) -> Iterator[TensorRule]:
+    if config.routes(layer):
+        mixtral = config.family == "mixtral"
+        theirs = mlp.replace("mlp.", "block_sparse_moe.") if mixtral else mlp
+        names = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+        yield rule(f"{theirs}gate.weight", f"{mlp}router.weight")
+        for expert in range(config.num_experts):
+            for name, ours in zip(names, ("gate_proj", "up_proj", "down_proj"), strict=True):
+                yield rule(f"{theirs}experts.{expert}.{name}.weight", f"{mlp}experts.{expert}.{ours}.weight")
+        return
+    kinds = ("weight", "bias") if config.mlp_bias else ("weight",)
+    for kind in kinds:
+        if fused:
+            yield rule(f"{mlp}gate_up_proj.{kind}", f"{mlp}gate_proj.{kind}", f"{mlp}up_proj.{kind}", op=GATE_UP)
+        for part in () if fused else ("gate_proj", "up_proj"):
+            yield rule(f"{mlp}{part}.{kind}")
+        yield rule(f"{mlp}down_proj.{kind}")
+
+
+_LLAMA = Family(
+    model_type="llama",
+    architecture="LlamaForCausalLM",
+    keys=_KEYS,
+    defaults=_DEFAULTS,
+    understood=frozenset({"attention_bias", "mlp_bias"}),
+    read_rest=_read_llama,
+    write_rest=_write_llama,
+    tensors=_tensors,
+)
+_MISTRAL = replace(
+    _LLAMA,
+    model_type="mistral",
+    architecture="MistralForCausalLM",
+    understood=frozenset(),
+    read_rest=_read_mistral,
+    write_rest=_write_mistral,
+)
+_QWEN2 = replace(
+    _LLAMA,
+    model_type="qwen2",
+    architecture="Qwen2ForCausalLM",
+    understood=frozenset(),
+    read_rest=_read_qwen,
+    write_rest=_write_qwen,
+)
+_QWEN3 = replace(
+    _QWEN2,
+    model_type="qwen3",
+    architecture="Qwen3ForCausalLM",
+    fixed={"qk_norm": True},
+    understood=frozenset({"attention_bias"}),
+)
+_GEMMA = replace(
+    _LLAMA,
+    model_type="gemma",
+    architecture="GemmaForCausalLM",
+    defaults={**_DEFAULTS, "max_position_embeddings": 8192, "tie_word_embeddings": True},
+    fixed={"norm_offset": 1.0},
+    understood=frozenset({"attention_bias"}),
+    read_rest=_read_gemma,
+    write_rest=_write_gemma,
+)
+_GEMMA2 = replace(
+    _GEMMA,
+    model_type="gemma2",
+    architecture="Gemma2ForCausalLM",
+    fixed={"norm_offset": 1.0, "output_norms": True},
+    understood=frozenset(
+        {"attention_bias", "attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar"}
+    ),
+)
+_GEMMA3 = replace(
+    _GEMMA2,
+    model_type="gemma3_text",
+    architecture="Gemma3ForCausalLM",
+    fixed={"norm_offset": 1.0, "output_norms": True, "qk_norm": True},
+    defaults={**_DEFAULTS, "max_position_embeddings": 131072, "tie_word_embeddings": True},
+)
+_PHI3 = replace(
+    _MISTRAL,
+    model_type="phi3",
+    architecture="Phi3ForCausalLM",
+    read_rest=_read_phi3,
+    write_rest=_write_phi3,
+)
+_GLM = replace(
+    _LLAMA,
+    model_type="glm",
+    architecture="GlmForCausalLM",
+    defaults={**_DEFAULTS, "norm_eps": 1.5625e-07, "max_position_embeddings": 131072},
+    fixed={"rope_interleaved": True},
+    understood=frozenset({"attention_bias"}),
+    read_rest=_read_glm,
+    write_rest=_write_glm,
+)
+_GLM4 = replace(
+    _GLM,
+    model_type="glm4",
+    architecture="Glm4ForCausalLM",
+    fixed={"rope_interleaved": True, "output_norms": True},
+)
+_MIXTRAL = replace(
+    _MISTRAL,
+    model_type="mixtral",
+    architecture="MixtralForCausalLM",
+    understood=frozenset({"num_local_experts"}),
+    defaults={**_DEFAULTS, "norm_eps": 1e-5},
+    read_rest=_read_mixtral,
+    write_rest=_write_mixtral,
+)
+_QWEN3_MOE = replace(
+    _QWEN3,
+    model_type="qwen3_moe",
+    architecture="Qwen3MoeForCausalLM",
+    understood=frozenset({"attention_bias", "num_experts", "num_local_experts"}),
+    read_rest=_read_qwen3_moe,
+    write_rest=_write_qwen3_moe,
+)
+
+LLAMA_LIKE = (
+    _LLAMA,
+    _MISTRAL,
+    _QWEN2,
+    _QWEN3,
+    _GEMMA,
+    _GEMMA2,
+    _GEMMA3,
+    _PHI3,
+    _GLM,
+    _GLM4,
+    _MIXTRAL,
+    _QWEN3_MOE,
+)

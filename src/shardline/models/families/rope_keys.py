@@ -1,7 +1,7 @@
-"""The rope and dtype keys of config.json in both spellings.
+"""The rope keys of config.json in both spellings.
 
-transformers 5 writes `rope_parameters` and `dtype`; everything older reads `rope_theta`, `rope_scaling` and
-`torch_dtype`, and falls back to theta 10000 or fp32 in silence when they are missing. We read either and write both.
+transformers 5 writes `rope_parameters`; everything older reads `rope_theta`, `rope_scaling` and
+`partial_rotary_factor`, and falls back to theta 10000 in silence when they are missing. We read either and write both.
 """
 
 from __future__ import annotations
@@ -13,22 +13,10 @@ from shardline.models.config import RopeConfig
 
 __all__ = ["read_rope", "write_rope"]
 
-_KINDS = ("default", "linear", "llama3", "yarn")
-_FIELDS = (
-    "factor",
-    "original_max_position_embeddings",
-    "low_freq_factor",
-    "high_freq_factor",
-    "beta_fast",
-    "beta_slow",
-    "attention_factor",
-    "mscale",
-    "mscale_all_dim",
-    "truncate",
-)
-_USED = {
+_USED: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
+    "dynamic": ("factor",),
     "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
     "yarn": (
         "factor",
@@ -40,53 +28,73 @@ _USED = {
         "mscale_all_dim",
         "truncate",
     ),
+    "longrope": ("factor", "original_max_position_embeddings", "attention_factor", "short_factor", "long_factor"),
 }
+_ALIASES = {"su": "longrope"}
+_ALWAYS = ("factor", "low_freq_factor", "high_freq_factor", "short_factor", "long_factor")
+_FIELDS = {name for names in _USED.values() for name in names}
 
 
-def read_rope(raw: dict[str, Any], *, default_theta: float) -> RopeConfig:
-    """Returns the rope of a config.json in either spelling; raises `UsageError` where the two disagree."""
+def read_rope(raw: dict[str, Any], *, theta: float = 10000.0, partial: float = 1.0) -> RopeConfig:
+    """Returns the rope of a config.json in either spelling; raises `UsageError` where the two disagree.
+
+    `theta` and `partial` are the family's defaults.
+    """
+    defaults = {"rope_theta": theta, "partial_rotary_factor": raw.get("partial_rotary_factor", partial)}
+    # Phi-3 keeps the original context beside the rope.
+    original = raw.get("original_max_position_embeddings")
+    if original is not None:
+        defaults["original_max_position_embeddings"] = original
+        defaults["factor"] = raw.get("max_position_embeddings", original) / original
     new = raw.get("rope_parameters")
     old = {**(raw.get("rope_scaling") or {})}
     if "rope_theta" in raw:
         old["rope_theta"] = raw["rope_theta"]
-    if new and old:
-        first, second = _parse(new, default_theta), _parse({**old}, default_theta)
-        if first != second:
-            raise UsageError(
-                f"config.json describes the rope twice and differently: rope_parameters = {new}, but rope_theta and "
-                f"rope_scaling say {old}; delete the spelling that is wrong."
-            )
-    return _parse(new or old, default_theta)
+    if new and old and _parse({**defaults, **new}) != _parse({**defaults, **old}):
+        raise UsageError(
+            f"config.json describes the rope twice and differently: rope_parameters = {new}, but rope_theta and "
+            f"rope_scaling say {old}; delete the spelling that is wrong."
+        )
+    return _parse({**defaults, **(new or old)})
 
 
 def write_rope(rope: RopeConfig) -> dict[str, Any]:
     """Returns the keys of both spellings."""
     scaling: dict[str, Any] = {}
-    if rope.kind != "default":
-        defaults = RopeConfig()
-        for name in _USED[rope.kind]:
-            value = getattr(rope, name)
-            if (
-                value is not None and (value != getattr(defaults, name) or name in ("factor", "low_freq_factor"))
-            ) or name in ("high_freq_factor",):
-                scaling[name] = value
-    return {
+    defaults = RopeConfig()
+    for name in _USED[rope.kind]:
+        value = getattr(rope, name)
+        if value is not None and (value != getattr(defaults, name) or name in _ALWAYS):
+            scaling[name] = list(value) if isinstance(value, tuple) else value
+    keys: dict[str, Any] = {
         "rope_parameters": {"rope_type": rope.kind, "rope_theta": rope.theta, **scaling},
         "rope_theta": rope.theta,
         "rope_scaling": {"rope_type": rope.kind, "type": rope.kind, **scaling} if scaling else None,
     }
+    if rope.partial != 1.0:
+        keys["rope_parameters"]["partial_rotary_factor"] = keys["partial_rotary_factor"] = rope.partial
+    return keys
 
 
-def _parse(keys: dict[str, Any], default_theta: float) -> RopeConfig:
-    kind = keys.get("rope_type", keys.get("type", "default"))
-    if kind not in _KINDS:
-        raise UsageError(f"config.json: rope type {kind!r} is not supported{nearest(str(kind), _KINDS)}")
-    known = {"rope_type", "type", "rope_theta", *_FIELDS}
+def _parse(keys: dict[str, Any]) -> RopeConfig:
+    name = keys.get("rope_type", keys.get("type", "default"))
+    kind: Any = _ALIASES.get(name, name)
+    if kind not in _USED:
+        raise UsageError(f"config.json: rope type {name!r} is not supported{nearest(str(name), _USED)}")
+    known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *_FIELDS}
     unknown = sorted(key for key, value in keys.items() if key not in known and value is not None)
     if unknown:
         raise UsageError(
             f"config.json: the rope has the field {unknown[0]!r} = {keys[unknown[0]]!r}, which changes the positions "
             "and is not understood; remove it only if the model was trained without it."
         )
-    values = {name: keys[name] for name in _USED[kind] if keys.get(name) is not None}
-    return RopeConfig(theta=float(keys.get("rope_theta", default_theta)), kind=kind, **values)
+    values = {field: keys[field] for field in _USED[kind] if keys.get(field) is not None}
+    if kind == "longrope":
+        for field in ("short_factor", "long_factor", "original_max_position_embeddings"):
+            if field not in values:
+                raise UsageError(f"config.json: a longrope needs {field}, which is missing.")
+        for field in ("short_factor", "long_factor"):
+            values[field] = tuple(float(value) for value in values[field])
+    return RopeConfig(
+        theta=float(keys["rope_theta"]), partial=float(keys["partial_rotary_factor"]), kind=kind, **values
+    )
