@@ -105,7 +105,7 @@ def _download(place: str | Path, patterns: tuple[str, ...]) -> str:
 
 def _why_not_there(error: Exception, *, offline: bool) -> str:
     if offline:
-        return "is not complete in the hub's cache and HF_HUB_OFFLINE is set; unset it to download, or pass a local folder."
+        return "is not complete in the hub's cache and HF_HUB_OFFLINE is set; unset it, or pass a local folder."
     cause = " ".join(str(error.__cause__ or error).split())[:200]
     return (
         f"is not complete in the hub's cache, and the hub did not give it ({cause}); check the network or HF_ENDPOINT "

@@ -25,6 +25,7 @@ VERBS = {
     "plan": "predict what fits on this machine, and choose a layout",
     "train": "train a model from a YAML config",
     "verify": "check that the saved model, transformers and the serving engine agree",
+    "inspect": "say what is in a model folder, and what of it breaks elsewhere",
     "serve": "serve a model folder over an OpenAI-compatible HTTP API",
     "chat": "talk to a model folder in the terminal",
     "demo": "run the whole line on this machine and print what it proved",
