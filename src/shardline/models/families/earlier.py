@@ -1,5 +1,5 @@
-"""Families before Llama's shape became the common one, with LayerNorm: GPT-2, OPT, BLOOM, Phi-1.5 and 2; and ChatGLM2 and
-3, whose files have names of their own. Sources: their config.json files, the classes of transformers 5, and for
+"""Families before Llama's shape became the common one, with LayerNorm: GPT-2, OPT, BLOOM, Phi-1.5 and 2; and ChatGLM2
+and 3, whose files have names of their own. Sources: their config.json files, the classes of transformers 5, and for
 ChatGLM the published description of its modeling file.
 """
 
@@ -189,12 +189,15 @@ def _phi_tensors(config: DecoderConfig) -> Iterator[TensorRule]:
         yield rule(f"lm_head.{kind}")
 
 
-def _read_chatglm(raw: dict[str, Any]) -> dict[str, Any]:
-    heads = take(raw, "num_attention_heads")
+def _num_groups(raw: dict[str, Any]) -> int:
     grouped = raw.get("multi_query_attention", False)
+    return raw.get("multi_query_group_num", 1) if grouped else take(raw, "num_attention_heads")
+
+
+def _read_chatglm(raw: dict[str, Any]) -> dict[str, Any]:
     return {
-        "head_dim": raw.get("kv_channels") or take(raw, "hidden_size") // heads,
-        "num_kv_heads": raw.get("multi_query_group_num", 1) if grouped else heads,
+        "head_dim": raw.get("kv_channels") or take(raw, "hidden_size") // take(raw, "num_attention_heads"),
+        "num_kv_heads": _num_groups(raw),
         "vocab_size": raw.get("padded_vocab_size") or take(raw, "vocab_size"),
         "rope": read_rope({"rope_theta": 10000.0 * raw.get("rope_ratio", 1)}, partial=0.5),
         "qkv_bias": bool(raw.get("add_qkv_bias", False) or raw.get("add_bias_linear", False)),
@@ -202,11 +205,14 @@ def _read_chatglm(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _write_chatglm(config: DecoderConfig) -> dict[str, Any]:
+    grouped = config.num_kv_heads != config.num_heads
+    groups = {"multi_query_attention": grouped, "multi_query_group_num": config.num_kv_heads}
+    if config.raw and _num_groups(config.raw) == config.num_kv_heads:
+        groups = {}  # what was read says it already, in whichever of its ways
     return {
+        **groups,
         "padded_vocab_size": config.vocab_size,
         "kv_channels": config.head_dim,
-        "multi_query_attention": config.num_kv_heads != config.num_heads,
-        "multi_query_group_num": config.num_kv_heads,
         "rope_ratio": config.raw.get("rope_ratio", config.rope.theta / 10000.0),
         "add_qkv_bias": config.qkv_bias,
     }
@@ -320,9 +326,8 @@ _CHATGLM = replace(
         "num_heads": "num_attention_heads",
         "max_position_embeddings": "seq_length",
         "norm_eps": "layernorm_epsilon",
-        "tie_word_embeddings": "tie_word_embeddings",
     },
-    defaults={"max_position_embeddings": 2048, "norm_eps": 1e-5, "tie_word_embeddings": False},
+    defaults={"max_position_embeddings": 2048, "norm_eps": 1e-5},
     fixed={"rope_interleaved": True},
     understood=frozenset(),
     required={
@@ -331,6 +336,9 @@ _CHATGLM = replace(
         "post_layer_norm": True,
         "add_bias_linear": False,
         "apply_residual_connection_post_layernorm": False,
+        "tie_word_embeddings": False,
+        "pre_seq_len": None,  # a learned prefix before the text, in a file of its own
+        "quantization_bit": 0,
     },
     read_rest=_read_chatglm,
     write_rest=_write_chatglm,
