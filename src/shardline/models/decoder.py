@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from shardline.models.attention import Attention, SelfAttention
 from shardline.models.config import DecoderConfig
-from shardline.models.feedforward import make_feedforward
+from shardline.models.feedforward import BalanceLoss, MixtureOfExperts, make_feedforward
 from shardline.models.norm import make_norm
 from shardline.models.positions import Rope
 
@@ -40,17 +40,22 @@ class DecoderLayer(nn.Module):
             self.attention_output_norm = make_norm(config, config.hidden_size)
             self.mlp_output_norm = make_norm(config, config.hidden_size)
 
-    def forward(self, x_BTD: Tensor, cos_sin: CosSin | None, attention: Attention) -> Tensor:
+    def forward(
+        self, x_BTD: Tensor, cos_sin: CosSin | None, attention: Attention, balance: BalanceLoss | None = None
+    ) -> Tensor:
         if self._block == "parallel":
             normed_BTD = self.input_layernorm(x_BTD)
-            return self.self_attn(normed_BTD, cos_sin, attention) + self.mlp(normed_BTD) + x_BTD
+            return self.self_attn(normed_BTD, cos_sin, attention) + self._feed(normed_BTD, balance) + x_BTD
         if self._block == "post":
             x_BTD = self.input_layernorm(x_BTD + self.self_attn(x_BTD, cos_sin, attention))
-            return self.post_attention_layernorm(x_BTD + self.mlp(x_BTD))
+            return self.post_attention_layernorm(x_BTD + self._feed(x_BTD, balance))
         attended_BTD = self.self_attn(self.input_layernorm(x_BTD), cos_sin, attention)
         x_BTD = x_BTD + (self.attention_output_norm(attended_BTD) if self._output_norms else attended_BTD)
-        fed_BTD = self.mlp(self.post_attention_layernorm(x_BTD))
+        fed_BTD = self._feed(self.post_attention_layernorm(x_BTD), balance)
         return x_BTD + (self.mlp_output_norm(fed_BTD) if self._output_norms else fed_BTD)
+
+    def _feed(self, x_BTD: Tensor, balance: BalanceLoss | None) -> Tensor:
+        return self.mlp(x_BTD, balance) if isinstance(self.mlp, MixtureOfExperts) else self.mlp(x_BTD)
 
 
 class _Trunk(nn.Module):
@@ -98,13 +103,20 @@ class Decoder(nn.Module):
         return self.head(hidden)
 
     def hidden_states(
-        self, tokens_BT: Tensor, *, positions_BT: Tensor, attention: Attention, lengths_BT: Tensor | None = None
+        self,
+        tokens_BT: Tensor,
+        *,
+        positions_BT: Tensor,
+        attention: Attention,
+        lengths_BT: Tensor | None = None,
+        balance: BalanceLoss | None = None,
     ) -> Tensor:
         """Returns what the head reads, [B, T, embedding width].
 
         positions_BT   integers from each document's start
         lengths_BT     tokens of each token's document so far known; only longrope and dynamic rope look at it, and
                        without it take the furthest position of the batch
+        balance        the load-balancing loss of routed layers, when training
         """
         config, trunk = self.config, self.model
         x_BTD = trunk.embed_tokens(tokens_BT)
@@ -118,7 +130,7 @@ class Decoder(nn.Module):
             x_BTD = x_BTD + trunk.embed_positions(positions_BT + config.position_offset)
         turns = {rope: turner.cos_sin(positions_BT, lengths_BT) for rope, turner in self._ropes.items()}
         for index, layer in enumerate(trunk.layers):
-            x_BTD = layer(x_BTD, turns.get(config.rope_of(index)), attention)
+            x_BTD = layer(x_BTD, turns.get(config.rope_of(index)), attention, balance)
         if config.final_norm:
             x_BTD = trunk.norm(x_BTD)
         return x_BTD if config.embedding_width == config.hidden_size else trunk.project_out(x_BTD)

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardline.models.attention import DenseAttention
 from shardline.models.decoder import Decoder
+from shardline.models.feedforward import BalanceLoss
 
 __all__ = ["IGNORED", "LanguageModelLoss", "document_lengths"]
 
@@ -32,15 +33,28 @@ class LanguageModelLoss(nn.Module):
         super().__init__()
         self.decoder = decoder
 
-    def forward(self, tokens_BT: Tensor, targets_BT: Tensor, documents_BT: Tensor, positions_BT: Tensor) -> Tensor:
-        """Returns the fp32 scalar sum of -log p(target) over targets that are not `IGNORED`."""
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        targets_BT: Tensor,
+        documents_BT: Tensor,
+        positions_BT: Tensor,
+        scale: float | None = None,
+    ) -> Tensor:
+        """Returns the fp32 scalar sum of -log p(target) over targets that are not `IGNORED`.
+
+        With `scale`, what the caller multiplies the sum by, the gradients of mixtures of experts get their
+        load-balancing loss too; the sum that is returned never contains it.
+        """
+        config = self.decoder.config
         x_BTD = self.decoder.hidden_states(
             tokens_BT,
             positions_BT=positions_BT,
             attention=DenseAttention(documents_BT),
-            lengths_BT=document_lengths(documents_BT) if self.decoder.config.rope.depends_on_length else None,
+            lengths_BT=document_lengths(documents_BT) if config.rope.depends_on_length else None,
+            balance=self._balance(targets_BT, documents_BT, scale) if config.num_experts and scale else None,
         )
-        if self.decoder.config.final_softcap is not None:
+        if config.final_softcap is not None:
             return self._softcapped(x_BTD.flatten(0, 1), targets_BT.flatten())
         return F.linear_cross_entropy(
             x_BTD.flatten(0, 1),
@@ -51,6 +65,13 @@ class LanguageModelLoss(nn.Module):
             ignore_index=IGNORED,
             options=LinearCrossEntropyOptions(batch_chunk_size=_CHUNK_ROWS),
         )
+
+    def _balance(self, targets_BT: Tensor, documents_BT: Tensor, scale: float) -> BalanceLoss:
+        """Each row counts by its targets, and each routed layer alike, so that the total is a mean over tokens."""
+        config = self.decoder.config
+        num_routed = sum(config.routes(layer) for layer in range(config.num_layers))
+        weight_B = (targets_BT != IGNORED).sum(1) * (config.router_loss_coefficient * scale / num_routed)
+        return BalanceLoss(real_BT=documents_BT >= 0, weight_B=weight_B)
 
     def _softcapped(self, x_RD: Tensor, targets_R: Tensor) -> Tensor:
         """Logits with a cap are no plain linear map; each chunk's are made again for its backward pass."""

@@ -91,10 +91,11 @@ class Trainer:
             raise ShardlineError(f"Step {self.step} holds no token to learn from; check data.source.")
         loss_sum = torch.zeros(1)
         for index, batch in enumerate(micro_batches):
-            with self._ranks.micro_batch(last=index == len(micro_batches) - 1):
-                part = self._ranks.module(*self._to_device(batch))
             # Every layout averages gradients over its ranks; the loss is a sum over them.
-            (part * (self._ranks.num_ranks / num_tokens)).backward()
+            scale = self._ranks.num_ranks / num_tokens
+            with self._ranks.micro_batch(last=index == len(micro_batches) - 1):
+                part = self._ranks.module(*self._to_device(batch), scale)
+            (part * scale).backward()
             loss_sum += part.detach().cpu()
         loss = (self._world.sum(loss_sum) / num_tokens).item()
         grad_norm = clip_gradients(self._decoder.parameters(), max_norm=config.optimizer.clip)
