@@ -104,6 +104,24 @@ def test_training_starts_from_a_hub_name_and_records_the_commit(hub: FakeHub, tm
     assert f"hf://org/tiny@{commit}" in json.loads(capsys.readouterr().out)["error"]["message"]
 
 
+def test_verbs_take_a_hub_name(hub: FakeHub, tmp_path, capsys):
+    (tmp_path / "text.txt").write_text("A line of text to compare on. " * 4)
+    assert main(["inspect", "hf://org/tiny", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["family"] == "llama"
+    assert main(["chat", "hf://org/tiny", "--prompt", "Hi", "--max-tokens", "2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["num_tokens"] <= 2
+    assert main(["verify", "hf://org/tiny", "--text", str(tmp_path / "text.txt"), "--num-tokens", "32"]) == 0
+
+
+def test_a_server_is_called_by_the_hub_name(hub: FakeHub, tmp_path):
+    environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "shardline", "serve", "hf://org/tiny@main", "--port", "0", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment) as server:
+        ready = json.loads(server.stdout.readline())
+        server.terminate()
+    assert ready["model"] == "org/tiny"
+
+
 @pytest.mark.parametrize(
     ("status", "code", "error", "text"),
     [

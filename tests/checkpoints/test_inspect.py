@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from models.oracle import CONFIGS, save_oracle
 from serving.tiny_models import bos_tokenizer, make_decoder, save_tiny_folder, tiny_config
+from shardline.checkpoints import portability
 from shardline.checkpoints.huggingface import load_decoder, load_tensors, read_config, save_folder
 from shardline.checkpoints.inspection import Inspection, inspect_folder
 from shardline.checkpoints.stored import INDEX
@@ -122,6 +124,14 @@ def test_every_family_of_the_oracle_is_counted_and_told_apart(name, tmp_path):
     assert sum(parts) == count.total
     assert found.tied_head == (count.head == 0)
     assert "parameters-differ" not in kinds(tmp_path)
+
+
+def test_experts_that_a_token_is_not_routed_to_are_not_active(tmp_path):
+    theirs = save_oracle("mixtral", tmp_path)
+    count = inspect_folder(tmp_path).parameters
+    experts = sum(p.numel() for name, p in theirs.named_parameters() if ".experts." in name)
+    assert experts > count.total // 3
+    assert count.active == count.total - experts // 2, "2 of 4 experts"
 
 
 def test_layers_with_a_window_keep_fewer_tokens(tmp_path):
@@ -291,6 +301,14 @@ def test_a_fault_is_found_with_its_values(kind, folder):
     spoil(folder)
     assert kinds(folder)[kind] == severity
     assert text in message(folder, kind)
+
+
+def test_the_manual_lists_every_kind_of_finding():
+    page = (Path(__file__).parents[2] / "docs" / "folders.md").read_text()
+    listed = set(re.findall(r"`([a-z]+(?:-[a-z]+)+)`", page.partition("| kind |")[2]))
+    assert listed == {*FAULTS, "double-bos"}
+    source = Path(portability.__file__).read_text()
+    assert set(re.findall(r'(?:_warning|_note|say)\(\s*"([a-z-]+)"', source)) == listed
 
 
 def test_a_bos_from_the_template_and_from_the_tokenizer_is_two(tmp_path):

@@ -32,8 +32,6 @@ PRECISIONS = {"fp32": 4.0, "bf16": 2.0, "int8": 1.0, "int4": 0.5}
 """Bytes of a weight. Quantised formats store scales besides, some 3 to 6 % more for int4 in groups of 32 to 128."""
 
 SAMPLE = "Hello, how are you?"
-_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token")
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +163,8 @@ def count_parts(config: DecoderConfig) -> Parameters:
         counts["total"] += parameter.numel()
         counts[_part(name)] += parameter.numel()
         experts += parameter.numel() if ".experts." in name else 0
-    counts["active"] = counts["total"] - experts + experts * _first(config.raw, _TOP_K) // _first(config.raw, _EXPERTS)
+    routed_to = experts * config.experts_per_token // max(config.num_experts, 1)
+    counts["active"] = counts["total"] - experts + routed_to
     return Parameters(**counts)
 
 
@@ -173,8 +172,8 @@ def _part(name: str) -> str:
     """Returns the field of `Parameters` for one of our names: norms first, since attention has some of its own."""
     for part, marks in (
         ("norms", ("norm",)),
-        ("head", ("lm_head", "project_out")),
-        ("embedding", ("embed", "project_in")),
+        ("head", ("lm_head",)),
+        ("embedding", ("embed", "project_in", "project_out")),
         ("attention", ("attn", "attention")),
         ("feed_forward", ("mlp", "feed", "expert", "router")),
     ):
@@ -183,17 +182,14 @@ def _part(name: str) -> str:
     return "other"
 
 
-def _first(raw: dict[str, Any], keys: tuple[str, ...]) -> int:
-    return next((raw[key] for key in keys if isinstance(raw.get(key), int) and raw[key] > 0), 1)
-
-
 def _rope(config: DecoderConfig) -> dict[str, Any] | None:
     """Returns the rope's fields that are not at their default; None for a family without rope."""
-    if getattr(config, "position", "rope") != "rope":
+    if config.position != "rope":
         return None
     rope = dataclasses.asdict(config.rope)
     defaults = dataclasses.asdict(type(config.rope)())
-    return {name: value for name, value in rope.items() if name in ("theta", "kind") or value != defaults[name]}
+    shown = {name: value for name, value in rope.items() if name in ("theta", "kind") or value != defaults[name]}
+    return shown if config.local_rope is None else {**shown, "theta_of_windowed_layers": config.local_rope.theta}
 
 
 def _load_tokenizer(path: Path) -> tuple[Tokenizer | None, str]:

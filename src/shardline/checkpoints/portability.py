@@ -20,13 +20,13 @@ from typing import Any, Literal
 from shardline.checkpoints.stored import INDEX, StoredTensor, StoredWeights, same_values
 from shardline.config import UsageError
 from shardline.models.config import DecoderConfig
+from shardline.models.families import family_of
 from shardline.text.tokenizer import Tokenizer
 
 __all__ = ["Finding", "Folder", "find_problems", "token_text"]
 
 _HEADS = ("lm_head.weight", "output_layer.weight", "embed_out.weight")
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight")
-_BUFFERS = ("inv_freq", "attn.bias", "attn.masked_bias", "rotary_pos_emb.inv_freq")
 _OLD_ROPE = ("rope_theta", "rope_scaling", "rope_local_base_freq")
 _ANSWER = "The answer is 42."
 
@@ -170,7 +170,8 @@ def _weight_files(folder: Folder) -> Iterator[Finding]:
 
 def _sizes(folder: Folder) -> Iterator[Finding]:
     tensors = folder.stored.tensors
-    spare = {name for name in tensors if name.endswith(_BUFFERS)}
+    buffers = tuple(f".{ending}" for ending in family_of(folder.config.family).skipped)  # not GPT-2's c_attn.bias
+    spare = {name for name in tensors if name.endswith(buffers)}
     if folder.config.tie_word_embeddings:
         spare |= {name for name in tensors if name.endswith(_HEADS)}
     count = sum(tensor.num_elements for name, tensor in tensors.items() if name not in spare)
