@@ -95,10 +95,12 @@ def _write_llama(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _read_mistral(raw: dict[str, Any]) -> dict[str, Any]:
-    window = raw.get("sliding_window", 4096 if raw["model_type"] == "mistral" else None)  # transformers' default
+    """What is missing has transformers' defaults, which differ between Mistral and Mixtral."""
+    mixtral = raw["model_type"] == "mixtral"
+    window = raw.get("sliding_window", None if mixtral else 4096)
     return {
         **_heads(raw),
-        "rope": read_rope(raw),
+        "rope": read_rope(raw, theta=1e6 if mixtral else 1e4),
         "activation": read_activation(raw, "hidden_act", _SILU),
         "sliding_windows": (window,) * take(raw, "num_hidden_layers"),
     }

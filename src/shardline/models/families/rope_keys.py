@@ -40,22 +40,20 @@ def read_rope(raw: dict[str, Any], *, theta: float = 10000.0, partial: float = 1
 
     `theta` and `partial` are the family's defaults.
     """
-    defaults = {"rope_theta": theta, "partial_rotary_factor": raw.get("partial_rotary_factor", partial)}
-    # Phi-3 keeps the original context beside the rope.
-    original = raw.get("original_max_position_embeddings")
-    if original is not None:
-        defaults["original_max_position_embeddings"] = original
-        defaults["factor"] = raw.get("max_position_embeddings", original) / original
-    new = raw.get("rope_parameters")
-    old = {**(raw.get("rope_scaling") or {})}
-    if "rope_theta" in raw:
+    # Phi-3 keeps the original context beside the rope; the share of dims stands there in old files.
+    beside = ("partial_rotary_factor", "original_max_position_embeddings")
+    defaults = {"rope_theta": theta, "partial_rotary_factor": partial}
+    defaults |= {key: raw[key] for key in beside if raw.get(key) is not None}
+    new, old = raw.get("rope_parameters"), {**(raw.get("rope_scaling") or {})}
+    if raw.get("rope_theta") is not None:
         old["rope_theta"] = raw["rope_theta"]
-    if new and old and _parse({**defaults, **new}) != _parse({**defaults, **old}):
+    context = raw.get("max_position_embeddings")
+    if new and old and _parse({**defaults, **new}, context) != _parse({**defaults, **old}, context):
         raise UsageError(
             f"config.json describes the rope twice and differently: rope_parameters = {new}, but rope_theta and "
             f"rope_scaling say {old}; delete the spelling that is wrong."
         )
-    return _parse({**defaults, **(new or old)})
+    return _parse({**defaults, **(new or old)}, context)
 
 
 def write_rope(rope: RopeConfig) -> dict[str, Any]:
@@ -76,7 +74,7 @@ def write_rope(rope: RopeConfig) -> dict[str, Any]:
     return keys
 
 
-def _parse(keys: dict[str, Any]) -> RopeConfig:
+def _parse(keys: dict[str, Any], context: int | None) -> RopeConfig:
     name = keys.get("rope_type", keys.get("type", "default"))
     kind: Any = _ALIASES.get(name, name)
     if kind not in _USED:
@@ -95,6 +93,11 @@ def _parse(keys: dict[str, Any]) -> RopeConfig:
                 raise UsageError(f"config.json: a longrope needs {field}, which is missing.")
         for field in ("short_factor", "long_factor"):
             values[field] = tuple(float(value) for value in values[field])
+    if "factor" in _USED[kind] and "factor" not in values:
+        original = values.get("original_max_position_embeddings")
+        if kind not in ("yarn", "longrope") or not original or not context:
+            raise UsageError(f"config.json: a rope of the type {kind} needs factor, which is missing.")
+        values["factor"] = context / original
     return RopeConfig(
         theta=float(keys["rope_theta"]), partial=float(keys["partial_rotary_factor"]), kind=kind, **values
     )
