@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,6 +11,7 @@ import torch
 from shardline.config import RunConfig
 from shardline.models.config import DecoderConfig, RopeConfig
 from shardline.models.decoder import Decoder
+from shardline.models.feedforward import MixtureOfExperts
 from shardline.parallel.data import full_tensor
 from shardline.parallel.world import World
 from shardline.text.dataset import prepare_dataset
@@ -88,3 +90,31 @@ def collectives(world: World, config: RunConfig, cache: Path) -> dict[str, int]:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         trainer.train_step()
     return {event.key: event.count for event in profile.key_averages() if event.key.startswith("c10d::")}
+
+
+def train_family(world: World, config: RunConfig, cache: Path, model: DecoderConfig) -> dict[str, Any]:
+    """Trains a decoder of any family; returns its losses, the gradients of the first step, and how often an expert
+    ran on no token at all.
+    """
+    decoder = Decoder(model)
+    decoder.initialize(seed=config.train.seed)
+    rows, _ = prepare_dataset(config.data, byte_tokenizer(), cache_dir=cache)
+    trainer = Trainer(config=config, world=world, decoder=decoder, rows=rows, heldout=None)
+    gradients: dict[str, np.ndarray] = {}
+    idle = 0
+
+    def record(*_: object) -> None:
+        for name, parameter in decoder.named_parameters() if not gradients else ():
+            gradients[name] = full_tensor(parameter.grad).numpy().copy()
+
+    def count(_module: object, inputs: tuple[torch.Tensor, ...], _output: object) -> None:
+        nonlocal idle
+        idle += inputs[0].shape[0] == 0
+
+    trainer._optimizer.register_step_pre_hook(record)
+    for module in decoder.modules():
+        if isinstance(module, MixtureOfExperts):
+            for expert in module.experts:
+                expert.register_forward_hook(count)
+    losses = [trainer.train_step().loss for _ in range(config.train.steps)]
+    return {"loss": losses, "gradients": gradients, "idle_experts": int(world.sum(torch.tensor([float(idle)])).item())}
