@@ -14,7 +14,7 @@ from pathlib import Path
 
 from shardline.cli.main import VERBS
 from shardline.config import RunConfig, iter_fields
-from shardline.models.presets import PRESETS, preset
+from shardline.models.presets import preset, preset_names
 from shardline.planning.parameters import count_parameters
 
 HERE = Path(__file__).parent
@@ -34,7 +34,7 @@ def config_page() -> str:
         lines.append(f"| `{name}` | `{shown}` | {field.metadata['doc']} |")
     lines += ["", "## Presets", "", "| name | family | parameters | layers | hidden | heads / kv heads | context |"]
     lines += ["|---|---|---|---|---|---|---|"]
-    for name in PRESETS:
+    for name in preset_names():
         model = preset(name)
         count = f"{count_parameters(model).total:,}"
         shape = f"{model.num_layers} | {model.hidden_size} | {model.num_heads} / {model.num_kv_heads}"

@@ -8,7 +8,7 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from models.oracle import CONFIGS, save_oracle
 from shardline.checkpoints.huggingface import (
@@ -19,8 +19,7 @@ from shardline.checkpoints.huggingface import (
     save_folder,
 )
 from shardline.config import ShardlineError, UsageError
-from shardline.models.families import read_model_config, write_model_config
-from shardline.models.presets import PRESETS, preset
+from shardline.models.families import read_model_config
 
 
 @pytest.fixture(scope="module", params=sorted(CONFIGS))
@@ -78,20 +77,6 @@ def test_old_and_new_keys_are_read_the_same(folder, tmp_path):
     new = {key: value for key, value in both.items() if key not in ("rope_theta", "rope_scaling", "torch_dtype")}
     assert both["dtype"] == both["torch_dtype"] == "float32"
     assert read_model_config(old) == read_model_config(new) == read_model_config(both) == read_config(folder)
-
-
-@pytest.mark.parametrize("name", sorted(PRESETS))
-def test_presets_survive_config_json_and_transformers_reads_the_same_rope(name, tmp_path):
-    config = preset(name)
-    raw = write_model_config(config, dtype="float32")
-    assert read_model_config(json.loads(json.dumps(raw))) == config
-    (tmp_path / "config.json").write_text(json.dumps(raw))
-    theirs = AutoConfig.from_pretrained(tmp_path)
-    assert theirs.rope_parameters["rope_theta"] == config.rope.theta
-    assert theirs.rope_parameters["rope_type"] == config.rope.kind
-    assert theirs.rope_parameters.get("factor", 1.0) == config.rope.factor
-    assert theirs.num_key_value_heads == config.num_kv_heads
-    assert getattr(theirs, "head_dim", None) in (config.head_dim, None)
 
 
 def test_sharded_folder_round_trip(llama, tmp_path):

@@ -57,7 +57,7 @@ def layer_bytes(
     mask_rows = rows if packed else int(window is not None and window < sequence_length)
     total = rows * sequence_length * per_token + mask_rows * sequence_length**2 * element
     if arithmetic == "autocast":
-        total += count_parameters(model).layer_matrices * _BF16
+        total += count_parameters(model).layers[layer].all_matrices * _BF16
     return total
 
 

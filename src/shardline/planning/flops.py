@@ -4,9 +4,10 @@
     mfu = utilisation(flops, tokens_per_s=700.0, peak_flops=measure_matmul_flops())
 
 Convention, the same as PaLM's appendix B (arXiv:2204.02311): `6 * N_matmul + 12 * L * N * H * s`. N_matmul are the
-weights of matrix products: the head counts once, tied or not, and the input embedding (a look-up) never does.
-Attention counts every position of the row: causality is not taken off, and neither are document boundaries; a
-sliding window caps s in its layer. Recomputation is not counted (model FLOPs, not hardware FLOPs).
+weights of matrix products that a token meets: of a mixture its k experts and the router; the head counts once, tied or
+not, and the input embedding (a look-up) never does. Attention counts every position of the row: causality is not taken
+off, and neither are document boundaries; a sliding window caps s in its layer. Recomputation is not counted (model
+FLOPs, not hardware FLOPs).
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ __all__ = ["matmul_parameters", "training_flops_per_token", "utilisation"]
 
 
 def matmul_parameters(model: DecoderConfig) -> int:
-    """Returns N_matmul: the layers' matrices and the head."""
+    """Returns N_matmul: the layers' matrices that a token meets, the head, and the projections of its width."""
     count = count_parameters(model)
-    return count.layer_matrices * count.num_layers + model.vocab_size * model.hidden_size
+    return sum(layer.active_matrices for layer in count.layers) + count.embedding + count.projections
 
 
 def training_flops_per_token(model: DecoderConfig, *, sequence_length: int) -> float:

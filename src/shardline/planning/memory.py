@@ -19,6 +19,7 @@ Symbols: n data ranks. Sizes are bytes.
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -148,8 +149,8 @@ class _Sizes:
             optimizer=2 * _FP32 * _largest_share(count.tensors, data_ranks if zero else 1, whole=zero == 1),
             head=_FP32 * (count.head or count.embedding),
             embedding=_FP32 * count.embedding,
-            outer=_FP32 * (count.embedding + count.head + count.final_norm),
-            layer=_FP32 * count.layer,
+            outer=_FP32 * count.outer,
+            layer=_FP32 * max(layer.total for layer in count.layers),
             gathered_element=_BF16 if arithmetic == "bf16" else _FP32,
             activations=activations + outer_bytes(model, **shape),
             layer_in_flight=layer_working_bytes(model, **shape),
@@ -230,9 +231,9 @@ def _largest_share(tensors: tuple[int, ...], ranks: int, *, whole: bool) -> int:
     """Elements of the fattest rank: an equal share, or whole tensors dealt out largest first to the emptiest rank."""
     if not whole:
         return -(-sum(tensors) // ranks)
-    shares = [0] * ranks
+    shares = [0] * ranks  # a heap; all are empty, so it is one already
     for size in sorted(tensors, reverse=True):
-        shares[shares.index(min(shares))] += size
+        heapq.heapreplace(shares, shares[0] + size)
     return max(shares)
 
 

@@ -274,9 +274,9 @@ def _more_machines(plan: Plan) -> list[str]:
 
 
 def _largest_preset(plan: Plan, run: RunConfig) -> str | None:
-    from shardline.models.presets import PRESETS, preset
+    from shardline.models.presets import preset, preset_names
 
-    models = {name: preset(name) for name in PRESETS}
+    models = {name: preset(name) for name in preset_names()}
     fitting = {
         name: count_parameters(model).total
         for name, model in models.items()

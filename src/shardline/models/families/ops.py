@@ -1,18 +1,19 @@
 """How one tensor of a file becomes ours, and exactly back: what is loaded and saved again has the same bits.
 
 An op's `load` takes their tensor and returns ours, in the order of the rule's names; `save` is its inverse.
+torch is imported where it computes: a plan reads configs without it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from shardline.models.config import DecoderConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = [
     "GATE_UP",
@@ -60,6 +61,8 @@ class _Qkv:
         return tuple(part.contiguous() for part in parts)
 
     def save(self, ours: Sequence[Tensor], config: DecoderConfig) -> Tensor:
+        import torch
+
         return torch.cat(list(ours))
 
 
@@ -71,6 +74,8 @@ class _QkvByHead:
         return tuple(part.flatten(0, 1).contiguous() for part in by_head.unbind(1))
 
     def save(self, ours: Sequence[Tensor], config: DecoderConfig) -> Tensor:
+        import torch
+
         parts = [part.unflatten(0, (config.num_heads, config.head_dim)) for part in ours]
         return torch.stack(parts, dim=1).flatten(0, 2)
 
@@ -82,6 +87,8 @@ class _GateUp:
         return tuple(part.contiguous() for part in theirs.chunk(2))
 
     def save(self, ours: Sequence[Tensor], config: DecoderConfig) -> Tensor:
+        import torch
+
         return torch.cat(list(ours))
 
 
@@ -103,6 +110,8 @@ class RotaryPairs:
 
 
 def _pairs_to_halves(config: DecoderConfig) -> Tensor:
+    import torch
+
     turning = torch.arange(config.rope.num_dims(config.head_dim))
     return torch.cat((turning[0::2], turning[1::2], torch.arange(len(turning), config.head_dim)))
 
