@@ -131,8 +131,8 @@ CONFIGS: dict[str, tuple[type, dict[str, Any]]] = {
     "gpt2-inner": (GPT2Config, {"n_inner": 100, "activation_function": "gelu"}),
     "opt": (OPTConfig, {"ffn_dim": 80, "word_embed_proj_dim": 48}),
     "opt-350m": (OPTConfig, {"ffn_dim": 80, "word_embed_proj_dim": 32, "do_layer_norm_before": False}),
-    "bloom": (BloomConfig, {"n_head": 6}),
-    "bloom-power-of-two": (BloomConfig, {"n_head": 4}),
+    "bloom": (BloomConfig, {}),
+    "bloom-power-of-two": (BloomConfig, {"num_attention_heads": 4}),
     "mixtral": (MixtralConfig, {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen3-moe": (
         Qwen3MoeConfig,

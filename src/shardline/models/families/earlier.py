@@ -343,6 +343,7 @@ _CHATGLM = replace(
     read_rest=_read_chatglm,
     write_rest=_write_chatglm,
     tensors=_chatglm_tensors,
+    skipped=("rotary_pos_emb.inv_freq",),
 )
 
 EARLIER = (_GPT2, _OPT, _BLOOM, _PHI, _CHATGLM)
