@@ -5,76 +5,77 @@ ChatGLM the published description of its modeling file.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from shardline.config import UsageError
 from shardline.models.config import Activation, DecoderConfig
-from shardline.models.families.family import Family, TensorRule, read_activation, rule, take
-from shardline.models.families.ops import GATE_UP, QKV_BY_HEAD, QKV_PAIRS, TRANSPOSE, TRANSPOSED_QKV
-from shardline.models.families.rope_keys import read_rope, write_rope
+from shardline.models.families.family import Family, Row, TensorRule, expand, take
+from shardline.models.families.ops import GATE_UP, IDENTITY, QKV_BY_HEAD, QKV_PAIRS, TRANSPOSE, TRANSPOSED_QKV, Op
+from shardline.models.families.rope_keys import read_rope
 
 __all__ = ["EARLIER"]
 
-_BOTH = ("weight", "bias")
 _GELUS: dict[str, Activation] = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
-_RELU_FIRST: dict[str, Activation] = {"relu": "relu", **_GELUS}
 _PLAIN = {"norm": "layer", "gated": False, "mlp_bias": True, "qkv_bias": True, "o_bias": True}
+_QKV_NAMES = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
 
-def _square_heads(hidden: int, heads: int) -> dict[str, Any]:
-    if hidden % heads:
-        raise UsageError(f"config.json: the hidden size {hidden} is not a multiple of the {heads} heads.")
-    return {"head_dim": hidden // heads, "num_kv_heads": heads}
+def _rows(*lines: tuple[str, str], op: Op = IDENTITY, bias: bool = True) -> list[Row]:
+    return [Row(theirs=theirs, ours=(ours,), op=op, bias=bias) for theirs, ours in lines]
 
 
-def _name_of(activation: Activation, names: dict[str, Activation], raw_name: str | None) -> str:
-    return raw_name or next(name for name, ours in names.items() if ours == activation)
+def _stacked(
+    config: DecoderConfig, *, layers: str, rows: Sequence[Row], first: Sequence[Row], last: Sequence[Row]
+) -> Iterator[TensorRule]:
+    """Yields the rules of a whole model; `layers` has {} where the layer's number stands."""
+    yield from expand(first, ours="model.")
+    for layer in range(config.num_layers):
+        yield from expand(rows, theirs=layers.format(layer), ours=f"model.layers.{layer}.")
+    yield from expand(last, ours="model.")
+    if not config.tie_word_embeddings:
+        yield from expand(_rows(("lm_head", "lm_head"), bias=config.head_bias))
+
+
+def _square(hidden_key: str, heads_key: str) -> Callable[[dict[str, Any]], int]:
+    """The head size of a family that only knows hidden / heads."""
+
+    def head_dim(raw: dict[str, Any]) -> int:
+        hidden, heads = take(raw, hidden_key), take(raw, heads_key)
+        if hidden % heads:
+            raise UsageError(f"config.json: {hidden_key} = {hidden} is not a multiple of {heads_key} = {heads}.")
+        return hidden // heads
+
+    return head_dim
 
 
 def _read_gpt2(raw: dict[str, Any]) -> dict[str, Any]:
-    hidden = take(raw, "n_embd")
-    return {
-        **_square_heads(hidden, take(raw, "n_head")),
-        "intermediate_size": raw.get("n_inner") or 4 * hidden,
-        "activation": read_activation(raw, "activation_function", _GELUS),
-    }
-
-
-def _write_gpt2(config: DecoderConfig) -> dict[str, Any]:
-    name = _name_of(config.activation, _GELUS, config.raw.get("activation_function"))
-    inner = None if config.intermediate_size == 4 * config.hidden_size else config.intermediate_size
-    return {"n_inner": config.raw.get("n_inner", inner), "activation_function": name}
+    return {"head_dim": _square("n_embd", "n_head")(raw), "num_kv_heads": take(raw, "n_head")}
 
 
 def _gpt2_tensors(config: DecoderConfig) -> Iterator[TensorRule]:
-    yield rule("transformer.wte.weight", "model.embed_tokens.weight")
-    yield rule("transformer.wpe.weight", "model.embed_positions.weight")
-    for layer in range(config.num_layers):
-        theirs, ours = f"transformer.h.{layer}.", f"model.layers.{layer}."
-        for kind in _BOTH:
-            op = TRANSPOSE if kind == "weight" else None
-            options = {} if op is None else {"op": op}
-            yield rule(f"{theirs}ln_1.{kind}", f"{ours}input_layernorm.{kind}")
-            names = [f"{ours}self_attn.{part}_proj.{kind}" for part in "qkv"]
-            yield rule(f"{theirs}attn.c_attn.{kind}", *names, op=TRANSPOSED_QKV)
-            yield rule(f"{theirs}attn.c_proj.{kind}", f"{ours}self_attn.o_proj.{kind}", **options)
-            yield rule(f"{theirs}ln_2.{kind}", f"{ours}post_attention_layernorm.{kind}")
-            yield rule(f"{theirs}mlp.c_fc.{kind}", f"{ours}mlp.up_proj.{kind}", **options)
-            yield rule(f"{theirs}mlp.c_proj.{kind}", f"{ours}mlp.down_proj.{kind}", **options)
-    for kind in _BOTH:
-        yield rule(f"transformer.ln_f.{kind}", f"model.norm.{kind}")
-    if not config.tie_word_embeddings:
-        yield rule("lm_head.weight")
+    rows = [
+        *_rows(("ln_1", "input_layernorm"), ("ln_2", "post_attention_layernorm")),
+        Row(theirs="attn.c_attn", ours=_QKV_NAMES, op=TRANSPOSED_QKV, bias=True),
+        *_rows(
+            ("attn.c_proj", "self_attn.o_proj"),
+            ("mlp.c_fc", "mlp.up_proj"),
+            ("mlp.c_proj", "mlp.down_proj"),
+            op=TRANSPOSE,
+        ),
+    ]
+    first = _rows(("transformer.wte", "embed_tokens"), ("transformer.wpe", "embed_positions"), bias=False)
+    return _stacked(
+        config, layers="transformer.h.{}.", rows=rows, first=first, last=_rows(("transformer.ln_f", "norm"))
+    )
 
 
 def _read_opt(raw: dict[str, Any]) -> dict[str, Any]:
     hidden, before = take(raw, "hidden_size"), bool(raw.get("do_layer_norm_before", True))
     width = raw.get("word_embed_proj_dim") or hidden
     return {
-        **_square_heads(hidden, take(raw, "num_attention_heads")),
-        "activation": read_activation(raw, "activation_function", _RELU_FIRST),
+        "head_dim": _square("hidden_size", "num_attention_heads")(raw),
+        "num_kv_heads": take(raw, "num_attention_heads"),
         "block": "pre" if before else "post",
         "final_norm": before and not raw.get("_remove_final_layer_norm", False),
         "embedding_dim": None if width == hidden else width,
@@ -83,7 +84,6 @@ def _read_opt(raw: dict[str, Any]) -> dict[str, Any]:
 
 def _write_opt(config: DecoderConfig) -> dict[str, Any]:
     return {
-        "activation_function": _name_of(config.activation, _RELU_FIRST, config.raw.get("activation_function")),
         "do_layer_norm_before": config.block == "pre",
         "_remove_final_layer_norm": config.block == "pre" and not config.final_norm,
         "word_embed_proj_dim": config.embedding_width,
@@ -92,33 +92,30 @@ def _write_opt(config: DecoderConfig) -> dict[str, Any]:
 
 def _opt_tensors(config: DecoderConfig) -> Iterator[TensorRule]:
     trunk = "model.decoder."
-    yield rule(f"{trunk}embed_tokens.weight", "model.embed_tokens.weight")
-    yield rule(f"{trunk}embed_positions.weight", "model.embed_positions.weight")
+    rows = _rows(
+        *((name, name) for name in _QKV_NAMES),
+        ("self_attn.out_proj", "self_attn.o_proj"),
+        ("self_attn_layer_norm", "input_layernorm"),
+        ("fc1", "mlp.up_proj"),
+        ("fc2", "mlp.down_proj"),
+        ("final_layer_norm", "post_attention_layernorm"),
+    )
+    names = ["embed_tokens", "embed_positions"]
     if config.embedding_width != config.hidden_size:
-        yield rule(f"{trunk}project_in.weight", "model.project_in.weight")
-        yield rule(f"{trunk}project_out.weight", "model.project_out.weight")
-    for layer in range(config.num_layers):
-        theirs, ours = f"{trunk}layers.{layer}.", f"model.layers.{layer}."
-        for kind in _BOTH:
-            for part in "qkv":
-                yield rule(f"{theirs}self_attn.{part}_proj.{kind}", f"{ours}self_attn.{part}_proj.{kind}")
-            yield rule(f"{theirs}self_attn.out_proj.{kind}", f"{ours}self_attn.o_proj.{kind}")
-            yield rule(f"{theirs}self_attn_layer_norm.{kind}", f"{ours}input_layernorm.{kind}")
-            yield rule(f"{theirs}fc1.{kind}", f"{ours}mlp.up_proj.{kind}")
-            yield rule(f"{theirs}fc2.{kind}", f"{ours}mlp.down_proj.{kind}")
-            yield rule(f"{theirs}final_layer_norm.{kind}", f"{ours}post_attention_layernorm.{kind}")
-    for kind in _BOTH if config.final_norm else ():
-        yield rule(f"{trunk}final_layer_norm.{kind}", f"model.norm.{kind}")
-    if not config.tie_word_embeddings:
-        yield rule("lm_head.weight")
+        names += ["project_in", "project_out"]
+    first = _rows(*((f"{trunk}{name}", name) for name in names), bias=False)
+    last = _rows((f"{trunk}final_layer_norm", "norm")) if config.final_norm else []
+    return _stacked(config, layers=f"{trunk}layers.{{}}.", rows=rows, first=first, last=last)
 
 
 def _read_bloom(raw: dict[str, Any]) -> dict[str, Any]:
-    hidden = raw.get("hidden_size") or take(raw, "n_embed")
+    hidden, heads = raw.get("hidden_size") or take(raw, "n_embed"), raw.get("n_head") or raw.get("num_attention_heads")
+    sizes = {"hidden_size": hidden, "n_head": heads, "model_type": "bloom"}
     return {
-        **_square_heads(hidden, raw.get("n_head") or take(raw, "num_attention_heads")),
         "hidden_size": hidden,
-        "num_heads": raw.get("n_head") or raw["num_attention_heads"],
+        "num_heads": take(sizes, "n_head"),
+        "num_kv_heads": heads,
+        "head_dim": _square("hidden_size", "n_head")(sizes),
         "intermediate_size": 4 * hidden,
         # Nothing in the file bounds it: ALiBi has no table of positions.
         "max_position_embeddings": raw.get("seq_length") or 2048,
@@ -130,63 +127,43 @@ def _write_bloom(config: DecoderConfig) -> dict[str, Any]:
 
 
 def _bloom_tensors(config: DecoderConfig) -> Iterator[TensorRule]:
-    yield rule("transformer.word_embeddings.weight", "model.embed_tokens.weight")
-    for kind in _BOTH:
-        yield rule(f"transformer.word_embeddings_layernorm.{kind}", f"model.embed_norm.{kind}")
-    for layer in range(config.num_layers):
-        theirs, ours = f"transformer.h.{layer}.", f"model.layers.{layer}."
-        for kind in _BOTH:
-            yield rule(f"{theirs}input_layernorm.{kind}", f"{ours}input_layernorm.{kind}")
-            names = [f"{ours}self_attn.{part}_proj.{kind}" for part in "qkv"]
-            yield rule(f"{theirs}self_attention.query_key_value.{kind}", *names, op=QKV_BY_HEAD)
-            yield rule(f"{theirs}self_attention.dense.{kind}", f"{ours}self_attn.o_proj.{kind}")
-            yield rule(f"{theirs}post_attention_layernorm.{kind}", f"{ours}post_attention_layernorm.{kind}")
-            yield rule(f"{theirs}mlp.dense_h_to_4h.{kind}", f"{ours}mlp.up_proj.{kind}")
-            yield rule(f"{theirs}mlp.dense_4h_to_h.{kind}", f"{ours}mlp.down_proj.{kind}")
-    for kind in _BOTH:
-        yield rule(f"transformer.ln_f.{kind}", f"model.norm.{kind}")
-    if not config.tie_word_embeddings:
-        yield rule("lm_head.weight")
+    rows = [
+        Row(theirs="self_attention.query_key_value", ours=_QKV_NAMES, op=QKV_BY_HEAD, bias=True),
+        *_rows(
+            ("input_layernorm", "input_layernorm"),
+            ("self_attention.dense", "self_attn.o_proj"),
+            ("post_attention_layernorm", "post_attention_layernorm"),
+            ("mlp.dense_h_to_4h", "mlp.up_proj"),
+            ("mlp.dense_4h_to_h", "mlp.down_proj"),
+        ),
+    ]
+    first = [
+        *_rows(("transformer.word_embeddings", "embed_tokens"), bias=False),
+        *_rows(("transformer.word_embeddings_layernorm", "embed_norm")),
+    ]
+    return _stacked(
+        config, layers="transformer.h.{}.", rows=rows, first=first, last=_rows(("transformer.ln_f", "norm"))
+    )
 
 
 def _read_phi(raw: dict[str, Any]) -> dict[str, Any]:
-    heads = take(raw, "num_attention_heads")
-    return {
-        **_square_heads(take(raw, "hidden_size"), heads),
-        "num_kv_heads": raw.get("num_key_value_heads") or heads,
-        "rope": read_rope(raw, partial=0.5),
-        "activation": read_activation(raw, "hidden_act", _GELUS),
-        "qk_norm": bool(raw.get("qk_layernorm", False)),
-        "head_bias": not raw.get("tie_word_embeddings", False),
-    }
-
-
-def _write_phi(config: DecoderConfig) -> dict[str, Any]:
-    return {
-        **write_rope(config.rope),
-        "num_key_value_heads": config.num_kv_heads,
-        "hidden_act": _name_of(config.activation, _GELUS, config.raw.get("hidden_act")),
-        "qk_layernorm": config.qk_norm,
-    }
+    head_dim = _square("hidden_size", "num_attention_heads")(raw)
+    return {"head_dim": head_dim, "head_bias": not raw.get("tie_word_embeddings", False)}
 
 
 def _phi_tensors(config: DecoderConfig) -> Iterator[TensorRule]:
-    yield rule("model.embed_tokens.weight")
-    for layer in range(config.num_layers):
-        at = f"model.layers.{layer}."
-        for kind in _BOTH:
-            for part in "qkv":
-                yield rule(f"{at}self_attn.{part}_proj.{kind}")
-            for part in "qk" if config.qk_norm else ():
-                yield rule(f"{at}self_attn.{part}_layernorm.{kind}", f"{at}self_attn.{part}_norm.{kind}")
-            yield rule(f"{at}self_attn.dense.{kind}", f"{at}self_attn.o_proj.{kind}")
-            yield rule(f"{at}mlp.fc1.{kind}", f"{at}mlp.up_proj.{kind}")
-            yield rule(f"{at}mlp.fc2.{kind}", f"{at}mlp.down_proj.{kind}")
-            yield rule(f"{at}input_layernorm.{kind}")
-    for kind in _BOTH:
-        yield rule(f"model.final_layernorm.{kind}", f"model.norm.{kind}")
-    for kind in () if config.tie_word_embeddings else _BOTH:
-        yield rule(f"lm_head.{kind}")
+    rows = _rows(
+        ("input_layernorm", "input_layernorm"),
+        *((name, name) for name in _QKV_NAMES),
+        ("self_attn.dense", "self_attn.o_proj"),
+        ("mlp.fc1", "mlp.up_proj"),
+        ("mlp.fc2", "mlp.down_proj"),
+    )
+    if config.qk_norm:
+        rows += _rows(*((f"self_attn.{part}_layernorm", f"self_attn.{part}_norm") for part in "qk"))
+    first = _rows(("model.embed_tokens", "embed_tokens"), bias=False)
+    last = _rows(("model.final_layernorm", "norm"))
+    return _stacked(config, layers="model.layers.{}.", rows=rows, first=first, last=last)
 
 
 def _num_groups(raw: dict[str, Any]) -> int:
@@ -196,11 +173,9 @@ def _num_groups(raw: dict[str, Any]) -> int:
 
 def _read_chatglm(raw: dict[str, Any]) -> dict[str, Any]:
     return {
-        "head_dim": raw.get("kv_channels") or take(raw, "hidden_size") // take(raw, "num_attention_heads"),
         "num_kv_heads": _num_groups(raw),
         "vocab_size": raw.get("padded_vocab_size") or take(raw, "vocab_size"),
         "rope": read_rope({"rope_theta": 10000.0 * raw.get("rope_ratio", 1)}, partial=0.5),
-        "qkv_bias": bool(raw.get("add_qkv_bias", False) or raw.get("add_bias_linear", False)),
     }
 
 
@@ -209,46 +184,53 @@ def _write_chatglm(config: DecoderConfig) -> dict[str, Any]:
     groups = {"multi_query_attention": grouped, "multi_query_group_num": config.num_kv_heads}
     if config.raw and _num_groups(config.raw) == config.num_kv_heads:
         groups = {}  # what was read says it already, in whichever of its ways
-    return {
-        **groups,
-        "padded_vocab_size": config.vocab_size,
-        "kv_channels": config.head_dim,
-        "rope_ratio": config.raw.get("rope_ratio", config.rope.theta / 10000.0),
-        "add_qkv_bias": config.qkv_bias,
-    }
+    ratio = config.raw.get("rope_ratio", config.rope.theta / 10000.0)
+    return {**groups, "padded_vocab_size": config.vocab_size, "rope_ratio": ratio}
 
 
 def _chatglm_tensors(config: DecoderConfig) -> Iterator[TensorRule]:
-    yield rule("transformer.embedding.word_embeddings.weight", "model.embed_tokens.weight")
-    for layer in range(config.num_layers):
-        theirs, ours = f"transformer.encoder.layers.{layer}.", f"model.layers.{layer}."
-        yield rule(f"{theirs}input_layernorm.weight", f"{ours}input_layernorm.weight")
-        for kind in _BOTH if config.qkv_bias else ("weight",):
-            names = [f"{ours}self_attn.{part}_proj.{kind}" for part in "qkv"]
-            yield rule(f"{theirs}self_attention.query_key_value.{kind}", *names, op=QKV_PAIRS)
-        yield rule(f"{theirs}self_attention.dense.weight", f"{ours}self_attn.o_proj.weight")
-        yield rule(f"{theirs}post_attention_layernorm.weight", f"{ours}post_attention_layernorm.weight")
-        halves = [f"{ours}mlp.{part}_proj.weight" for part in ("gate", "up")]
-        yield rule(f"{theirs}mlp.dense_h_to_4h.weight", *halves, op=GATE_UP)
-        yield rule(f"{theirs}mlp.dense_4h_to_h.weight", f"{ours}mlp.down_proj.weight")
-    yield rule("transformer.encoder.final_layernorm.weight", "model.norm.weight")
-    yield rule("transformer.output_layer.weight", "lm_head.weight")
+    rows = [
+        Row(
+            theirs="self_attention.query_key_value",
+            ours=_QKV_NAMES,
+            op=QKV_PAIRS,
+            bias=config.qkv_bias,
+        ),
+        Row(theirs="mlp.dense_h_to_4h", ours=("mlp.gate_proj", "mlp.up_proj"), op=GATE_UP),
+        *_rows(
+            ("input_layernorm", "input_layernorm"),
+            ("self_attention.dense", "self_attn.o_proj"),
+            ("post_attention_layernorm", "post_attention_layernorm"),
+            ("mlp.dense_4h_to_h", "mlp.down_proj"),
+            bias=False,
+        ),
+    ]
+    head = {"transformer.output_layer.weight": "lm_head.weight"}
+    first = _rows(("transformer.embedding.word_embeddings", "embed_tokens"), bias=False)
+    last = _rows(("transformer.encoder.final_layernorm", "norm"), bias=False)
+    layers = "transformer.encoder.layers.{}."
+    for rule in _stacked(config, layers=layers, rows=rows, first=first, last=last):
+        theirs = next((name for name, ours in head.items() if rule.ours == (ours,)), rule.theirs)
+        yield TensorRule(theirs=theirs, ours=rule.ours, op=rule.op)
 
 
+_TIED = {"tie_word_embeddings": ("tie_word_embeddings", True)}
 _GPT2 = Family(
     model_type="gpt2",
     architecture="GPT2LMHeadModel",
     keys={
         "vocab_size": "vocab_size",
         "hidden_size": "n_embd",
+        "intermediate_size": ("n_inner", lambda raw: 4 * take(raw, "n_embd")),
         "num_layers": "n_layer",
         "num_heads": "n_head",
-        "max_position_embeddings": "n_positions",
-        "norm_eps": "layer_norm_epsilon",
-        "tie_word_embeddings": "tie_word_embeddings",
+        "max_position_embeddings": ("n_positions", 1024),
+        "norm_eps": ("layer_norm_epsilon", 1e-5),
+        **_TIED,
     },
-    defaults={"max_position_embeddings": 1024, "norm_eps": 1e-5, "tie_word_embeddings": True},
     fixed={**_PLAIN, "position": "learned"},
+    activations=_GELUS,
+    activation_key="activation_function",
     required={
         "scale_attn_weights": True,
         "scale_attn_by_inverse_layer_idx": False,
@@ -256,7 +238,6 @@ _GPT2 = Family(
         "add_cross_attention": False,
     },
     read_rest=_read_gpt2,
-    write_rest=_write_gpt2,
     tensors=_gpt2_tensors,
     skipped=("attn.bias", "attn.masked_bias"),
 )
@@ -269,11 +250,12 @@ _OPT = Family(
         "intermediate_size": "ffn_dim",
         "num_layers": "num_hidden_layers",
         "num_heads": "num_attention_heads",
-        "max_position_embeddings": "max_position_embeddings",
-        "tie_word_embeddings": "tie_word_embeddings",
+        "max_position_embeddings": ("max_position_embeddings", 2048),
+        **_TIED,
     },
-    defaults={"max_position_embeddings": 2048, "tie_word_embeddings": True},
     fixed={**_PLAIN, "position": "learned", "position_offset": 2},
+    activations={"relu": "relu", **_GELUS},
+    activation_key="activation_function",
     required={"enable_bias": True, "layer_norm_elementwise_affine": True},
     read_rest=_read_opt,
     write_rest=_write_opt,
@@ -285,11 +267,11 @@ _BLOOM = Family(
     keys={
         "vocab_size": "vocab_size",
         "num_layers": "n_layer",
-        "norm_eps": "layer_norm_epsilon",
-        "tie_word_embeddings": "tie_word_embeddings",
+        "norm_eps": ("layer_norm_epsilon", 1e-5),
+        **_TIED,
     },
-    defaults={"norm_eps": 1e-5, "tie_word_embeddings": True},
     fixed={**_PLAIN, "position": "alibi", "embedding_norm": True, "activation": "gelu_tanh"},
+    activation_key=None,
     required={"apply_residual_connection_post_layernorm": False},
     read_rest=_read_bloom,
     write_rest=_write_bloom,
@@ -304,19 +286,19 @@ _PHI = Family(
         "intermediate_size": "intermediate_size",
         "num_layers": "num_hidden_layers",
         "num_heads": "num_attention_heads",
-        "max_position_embeddings": "max_position_embeddings",
-        "norm_eps": "layer_norm_eps",
-        "tie_word_embeddings": "tie_word_embeddings",
+        "num_kv_heads": ("num_key_value_heads", lambda raw: take(raw, "num_attention_heads")),
+        "max_position_embeddings": ("max_position_embeddings", 2048),
+        "norm_eps": ("layer_norm_eps", 1e-5),
+        "qk_norm": ("qk_layernorm", False),
+        "tie_word_embeddings": ("tie_word_embeddings", False),
     },
-    defaults={"max_position_embeddings": 2048, "norm_eps": 1e-5, "tie_word_embeddings": False},
     fixed={**_PLAIN, "block": "parallel"},
-    understood=frozenset({"qk_layernorm"}),
+    activations=_GELUS,
+    rope={"partial": 0.5},
     read_rest=_read_phi,
-    write_rest=_write_phi,
     tensors=_phi_tensors,
 )
-_CHATGLM = replace(
-    _PHI,
+_CHATGLM = Family(
     model_type="chatglm",
     architecture="ChatGLMModel",
     keys={
@@ -324,12 +306,13 @@ _CHATGLM = replace(
         "intermediate_size": "ffn_hidden_size",
         "num_layers": "num_layers",
         "num_heads": "num_attention_heads",
-        "max_position_embeddings": "seq_length",
-        "norm_eps": "layernorm_epsilon",
+        "head_dim": ("kv_channels", _square("hidden_size", "num_attention_heads")),
+        "max_position_embeddings": ("seq_length", 2048),
+        "norm_eps": ("layernorm_epsilon", 1e-5),
+        "qkv_bias": ("add_qkv_bias", False),
     },
-    defaults={"max_position_embeddings": 2048, "norm_eps": 1e-5},
     fixed={"rope_interleaved": True},
-    understood=frozenset(),
+    activation_key=None,
     required={
         "rmsnorm": True,
         "original_rope": True,

@@ -1,16 +1,17 @@
-"""What a family is: a table of config keys, a table of tensors, and what neither can say."""
+"""What a family is: a table of config keys and a table of tensors, each read both ways, and what neither can say."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from shardline.config import UsageError
 from shardline.models.config import Activation, DecoderConfig
 from shardline.models.families.ops import IDENTITY, Op
+from shardline.models.families.rope_keys import read_rope, write_rope
 
-__all__ = ["Family", "TensorRule", "eos_ids", "read_activation", "rule", "take", "write_eos"]
+__all__ = ["Family", "Key", "Row", "TensorRule", "expand", "take"]
 
 # Each changes what the model computes. A family that understands one has it among its own keys; for all others only
 # the value given here (or null) is the same as its absence, and anything else would serve a wrong model.
@@ -35,6 +36,15 @@ _MATHEMATICS: Mapping[str, Any] = {
     "qk_layernorm": False,
     "router_jitter_noise": 0.0,
 }
+_NEEDED = object()
+_COMMON_KEYS = {
+    "initializer_range": ("initializer_range", 0.02),
+    "bos_token_id": ("bos_token_id", None),
+    "pad_token_id": ("pad_token_id", None),
+}
+
+Key = str | tuple[str, Any]
+"""Their key, and what it is where it is missing: a value, or a function of config.json (which null asks for too)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,17 +56,33 @@ class TensorRule:
     op: Op = IDENTITY
 
 
-def rule(theirs: str, *ours: str, op: Op = IDENTITY) -> TensorRule:
-    """Returns a rule; without `ours` both names are the same."""
-    return TensorRule(theirs=theirs, ours=ours or (theirs,), op=op)
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A line of a tensor table: a module's name there and here, and whether it has a bias beside its weight."""
+
+    theirs: str
+    ours: tuple[str, ...]
+    op: Op = IDENTITY
+    bias: bool = False
+
+
+def expand(rows: Iterable[Row], *, theirs: str = "", ours: str = "") -> Iterator[TensorRule]:
+    """Yields the rules of a table's lines, names put behind the two prefixes."""
+    for row in rows:
+        for kind in ("weight", "bias") if row.bias else ("weight",):
+            names = tuple(f"{ours}{name}.{kind}" for name in row.ours)
+            yield TensorRule(theirs=f"{theirs}{row.theirs}.{kind}", ours=names, op=row.op)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """keys          our field -> their key, copied both ways; a key with a default in `defaults` may be missing
+    """keys          our field -> their key, copied both ways
     fixed         our fields that are the same in every model of the family
-    read_rest     their config.json -> more of our fields
-    write_rest    our config -> more of their keys
+    activations   their names for what the feed-forward computes, the default first, under `activation_key` (None: one
+                  of `fixed`, said nowhere in the file)
+    rope          None, or the family's defaults for `read_rope`
+    read_rest     their config.json -> our fields that no table can give
+    write_rest    our config -> their keys that no table can give
     understood    keys among `_MATHEMATICS` that `read_rest` takes care of
     required      further keys that change the mathematics, with the only value that is understood
     tensors       the tensors of a model, in the files' order
@@ -65,11 +91,13 @@ class Family:
 
     model_type: str
     architecture: str
-    keys: Mapping[str, str]
-    defaults: Mapping[str, Any] = field(default_factory=dict)
+    keys: Mapping[str, Key]
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    read_rest: Callable[[dict[str, Any]], dict[str, Any]]
-    write_rest: Callable[[DecoderConfig], dict[str, Any]]
+    activations: Mapping[str, Activation] = field(default_factory=dict)
+    activation_key: str | None = "hidden_act"
+    rope: Mapping[str, float] | None = None
+    read_rest: Callable[[dict[str, Any]], dict[str, Any]] = lambda raw: {}
+    write_rest: Callable[[DecoderConfig], dict[str, Any]] = lambda config: {}
     understood: frozenset[str] = frozenset()
     required: Mapping[str, Any] = field(default_factory=dict)
     tensors: Callable[[DecoderConfig], Iterable[TensorRule]]
@@ -78,37 +106,50 @@ class Family:
     def read(self, raw: dict[str, Any]) -> DecoderConfig:
         """Returns our config; raises `UsageError` for a missing key or one that is not understood."""
         self._check_mathematics(raw)
-        values: dict[str, Any] = {}
-        for ours, theirs in self.keys.items():
-            value = raw.get(theirs)
-            if value is None:
-                value = self.defaults[ours] if ours in self.defaults else take(raw, theirs)
-            values[ours] = value
-        values |= {
-            **self.fixed,
-            "initializer_range": raw.get("initializer_range", 0.02),
-            "bos_token_id": raw.get("bos_token_id"),
-            "eos_token_ids": eos_ids(raw.get("eos_token_id")),
-            "pad_token_id": raw.get("pad_token_id"),
-        }
+        values = {ours: _read_key(raw, key) for ours, key in {**_COMMON_KEYS, **self.keys}.items()}
+        eos = raw.get("eos_token_id")
+        values["eos_token_ids"] = tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
+        values |= {**self._read_activation(raw), **self.fixed}
+        if self.rope is not None:
+            values["rope"] = read_rope(raw, **self.rope)
         return DecoderConfig(family=self.model_type, raw=dict(raw), **(values | self.read_rest(raw)))
 
     def write(self, config: DecoderConfig) -> dict[str, Any]:
         """Returns the keys of config.json that describe our config."""
+        eos = config.eos_token_ids
         return {
             "architectures": [self.architecture],
             "model_type": self.model_type,
-            **{theirs: getattr(config, ours) for ours, theirs in self.keys.items()},
-            "initializer_range": config.initializer_range,
-            "bos_token_id": config.bos_token_id,
-            "eos_token_id": write_eos(config.eos_token_ids),
-            "pad_token_id": config.pad_token_id,
+            **{
+                theirs: _write_key(config.raw, getattr(config, ours), theirs, default)
+                for ours, (theirs, default) in _normal({**_COMMON_KEYS, **self.keys}).items()
+            },
+            **self._write_activation(config),
+            "eos_token_id": list(eos) if len(eos) > 1 else next(iter(eos), None),
             **self.required,
+            **(write_rope(config.rope) if self.rope is not None else {}),
             **self.write_rest(config),
         }
 
+    def _read_activation(self, raw: dict[str, Any]) -> dict[str, Activation]:
+        if self.activation_key is None:
+            return {}
+        name = raw.get(self.activation_key) or next(iter(self.activations))
+        if name not in self.activations:
+            raise UsageError(
+                f"config.json: {self.activation_key} = {name!r}; the {self.model_type} family computes "
+                f"{', '.join(self.activations)}."
+            )
+        return {"activation": self.activations[name]}
+
+    def _write_activation(self, config: DecoderConfig) -> dict[str, str]:
+        if self.activation_key is None:
+            return {}
+        name = next(name for name, ours in self.activations.items() if ours == config.activation)
+        return {self.activation_key: config.raw.get(self.activation_key) or name}
+
     def _check_mathematics(self, raw: dict[str, Any]) -> None:
-        own = {*self.keys.values(), *self.understood}
+        own = {*self.understood, *(theirs for theirs, _ in _normal(self.keys).values())}
         for key, neutral in {**_MATHEMATICS, **self.required}.items():
             if key not in own and raw.get(key) is not None and raw[key] != neutral:
                 raise UsageError(
@@ -124,22 +165,21 @@ def take(raw: dict[str, Any], key: str) -> Any:
     return raw[key]
 
 
-def read_activation(raw: dict[str, Any], key: str, allowed: Mapping[str, Activation]) -> Activation:
-    """Returns the activation that `key` names; `allowed` are the family's, its default first."""
-    name = raw.get(key) or next(iter(allowed))
-    if name not in allowed:
-        raise UsageError(
-            f"config.json: {key} = {name!r}; the {raw['model_type']} family computes {', '.join(allowed)}."
-        )
-    return allowed[name]
+def _normal(keys: Mapping[str, Key]) -> dict[str, tuple[str, Any]]:
+    return {ours: (key, _NEEDED) if isinstance(key, str) else key for ours, key in keys.items()}
 
 
-def eos_ids(value: int | list[int] | None) -> tuple[int, ...]:
-    """Returns all ids that end a text; config.json has one, a list, or none."""
-    if value is None:
-        return ()
-    return tuple(value) if isinstance(value, list) else (value,)
+def _read_key(raw: dict[str, Any], key: Key) -> Any:
+    theirs, default = (key, _NEEDED) if isinstance(key, str) else key
+    if default is _NEEDED:
+        return take(raw, theirs)
+    if callable(default):
+        return default(raw) if raw.get(theirs) is None else raw[theirs]
+    return raw.get(theirs, default)
 
 
-def write_eos(ids: tuple[int, ...]) -> int | list[int] | None:
-    return list(ids) if len(ids) > 1 else next(iter(ids), None)
+def _write_key(raw: dict[str, Any], value: Any, theirs: str, default: Any) -> Any:
+    """A null that stood for what `default` computes stays a null."""
+    if callable(default) and raw.get(theirs, value) is None and default(raw) == value:
+        return None
+    return value

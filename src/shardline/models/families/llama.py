@@ -9,12 +9,23 @@ from dataclasses import replace
 from typing import Any
 
 from shardline.config import UsageError
-from shardline.models.config import Activation, DecoderConfig
-from shardline.models.families.family import Family, TensorRule, read_activation, rule, take
+from shardline.models.config import DecoderConfig
+from shardline.models.families.family import Family, Row, TensorRule, expand, take
 from shardline.models.families.ops import GATE_UP, IDENTITY, QKV, RotaryPairs
 from shardline.models.families.rope_keys import read_rope, write_rope
 
 __all__ = ["LLAMA_LIKE"]
+
+
+def _head_dim(raw: dict[str, Any]) -> int:
+    hidden, heads = take(raw, "hidden_size"), take(raw, "num_attention_heads")
+    if hidden % heads:
+        raise UsageError(
+            f"config.json: hidden_size = {hidden} is not a multiple of num_attention_heads = {heads}, and no head_dim "
+            "is given."
+        )
+    return hidden // heads
+
 
 _KEYS = {
     "vocab_size": "vocab_size",
@@ -22,36 +33,16 @@ _KEYS = {
     "intermediate_size": "intermediate_size",
     "num_layers": "num_hidden_layers",
     "num_heads": "num_attention_heads",
-    "max_position_embeddings": "max_position_embeddings",
-    "norm_eps": "rms_norm_eps",
-    "tie_word_embeddings": "tie_word_embeddings",
+    "num_kv_heads": ("num_key_value_heads", lambda raw: take(raw, "num_attention_heads")),
+    "head_dim": ("head_dim", _head_dim),
+    "max_position_embeddings": ("max_position_embeddings", 2048),
+    "norm_eps": ("rms_norm_eps", 1e-6),
+    "tie_word_embeddings": ("tie_word_embeddings", False),
 }
-_DEFAULTS = {"max_position_embeddings": 2048, "norm_eps": 1e-6, "tie_word_embeddings": False}
-_SILU: dict[str, Activation] = {"silu": "silu", "swish": "silu"}
-# Gemma's first files say "gelu" and mean, as transformers reads them, the tanh approximation.
-_GEMMA_GELU: dict[str, Activation] = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu_tanh"}
+_BIASES = {"qkv_bias": ("attention_bias", False), "o_bias": ("attention_bias", False)}
 
 
-def _heads(raw: dict[str, Any], *, default_head_dim: int | None = None) -> dict[str, Any]:
-    hidden, heads = take(raw, "hidden_size"), take(raw, "num_attention_heads")
-    head_dim = raw.get("head_dim") or default_head_dim
-    if head_dim is None:
-        if hidden % heads:
-            raise UsageError(
-                f"config.json: hidden_size = {hidden} is not a multiple of num_attention_heads = {heads}, and no "
-                "head_dim is given."
-            )
-        head_dim = hidden // heads
-    return {"head_dim": head_dim, "num_kv_heads": raw.get("num_key_value_heads") or heads}
-
-
-def _write_heads(config: DecoderConfig) -> dict[str, Any]:
-    plain = config.head_dim * config.num_heads == config.hidden_size
-    as_it_was = plain and config.raw.get("head_dim", config.head_dim) is None
-    return {"head_dim": None if as_it_was else config.head_dim, "num_key_value_heads": config.num_kv_heads}
-
-
-def _layer_types(raw: dict[str, Any], window: int | None, default: list[str]) -> tuple[int | None, ...]:
+def _windows(raw: dict[str, Any], window: int | None, default: list[str]) -> tuple[int | None, ...]:
     """Returns the windows that `layer_types` (or `default`, where it is missing) gives each layer."""
     kinds, num_layers = raw.get("layer_types") or default, take(raw, "num_hidden_layers")
     if len(kinds) != num_layers or not set(kinds) <= {"sliding_attention", "full_attention"}:
@@ -72,219 +63,41 @@ def _window(config: DecoderConfig) -> int | None:
     return next(iter(windows), None)
 
 
-def _read_llama(raw: dict[str, Any]) -> dict[str, Any]:
-    bias = bool(raw.get("attention_bias", False))
-    return {
-        **_heads(raw),
-        "rope": read_rope(raw),
-        "activation": read_activation(raw, "hidden_act", _SILU),
-        "qkv_bias": bias,
-        "o_bias": bias,
-        "mlp_bias": bool(raw.get("mlp_bias", False)),
-    }
-
-
-def _write_llama(config: DecoderConfig) -> dict[str, Any]:
-    return {
-        **_write_heads(config),
-        **write_rope(config.rope),
-        "hidden_act": "silu",
-        "attention_bias": config.qkv_bias,
-        "mlp_bias": config.mlp_bias,
-    }
-
-
 def _read_mistral(raw: dict[str, Any]) -> dict[str, Any]:
-    """What is missing has transformers' defaults, which differ between Mistral and Mixtral."""
-    mixtral = raw["model_type"] == "mixtral"
-    window = raw.get("sliding_window", None if mixtral else 4096)
-    return {
-        **_heads(raw),
-        "rope": read_rope(raw, theta=1e6 if mixtral else 1e4),
-        "activation": read_activation(raw, "hidden_act", _SILU),
-        "sliding_windows": (window,) * take(raw, "num_hidden_layers"),
-    }
+    window = raw.get("sliding_window", 4096 if raw["model_type"] == "mistral" else None)  # transformers' default
+    return {"sliding_windows": (window,) * take(raw, "num_hidden_layers")}
 
 
 def _write_mistral(config: DecoderConfig) -> dict[str, Any]:
-    window = {"sliding_window": _window(config)}
-    return {**_write_heads(config), **write_rope(config.rope), "hidden_act": "silu", **window}
+    return {"sliding_window": _window(config)}
 
 
 def _read_qwen(raw: dict[str, Any]) -> dict[str, Any]:
-    num_layers, window = take(raw, "num_hidden_layers"), raw.get("sliding_window")
-    if window is None or not raw.get("use_sliding_window", False):
-        windows: tuple[int | None, ...] = (None,) * num_layers
-    else:
-        first = raw.get("max_window_layers", 28)
-        default = ["sliding_attention" if layer >= first else "full_attention" for layer in range(num_layers)]
-        windows = _layer_types(raw, window, default)
-    qwen2 = raw["model_type"] == "qwen2"
-    bias = bool(raw.get("attention_bias", False))
-    return {
-        **_heads(raw, default_head_dim=None if qwen2 else 128),
-        "rope": read_rope(raw),
-        "activation": read_activation(raw, "hidden_act", _SILU),
-        "sliding_windows": windows,
-        "qkv_bias": qwen2 or bias,
-        "o_bias": not qwen2 and bias,
-    }
+    num_layers, first = take(raw, "num_hidden_layers"), raw.get("max_window_layers", 28)
+    window = raw.get("sliding_window") if raw.get("use_sliding_window", False) else None
+    default = ["sliding_attention" if layer >= first else "full_attention" for layer in range(num_layers)]
+    return {"sliding_windows": (None,) * num_layers if window is None else _windows(raw, window, default)}
 
 
 def _write_qwen(config: DecoderConfig) -> dict[str, Any]:
-    keys = {**_write_heads(config), **write_rope(config.rope), "hidden_act": "silu"}
-    if config.family != "qwen2":
-        keys["attention_bias"] = config.qkv_bias
-    if config.family == "qwen3_moe":
-        return keys | _write_qwen_window(config)
-    return keys | _write_qwen_window(config) | {"layer_types": _kinds(config)}
-
-
-def _write_qwen_window(config: DecoderConfig) -> dict[str, Any]:
+    kinds = {} if config.num_experts else {"layer_types": _kinds(config)}
     window = _window(config)
     if window is None:  # then the other two say nothing, and stay as they were
         raw = {"sliding_window": None, "max_window_layers": config.num_layers, **config.raw}
-        return {
-            "use_sliding_window": False,
-            **{key: raw[key] for key in ("sliding_window", "max_window_layers") if key in raw},
-        }
+        return {"use_sliding_window": False, **kinds, **{k: raw[k] for k in ("sliding_window", "max_window_layers")}}
     first = _kinds(config).index("sliding_attention")
-    return {"use_sliding_window": True, "sliding_window": window, "max_window_layers": first}
-
-
-def _read_gemma(raw: dict[str, Any]) -> dict[str, Any]:
-    model_type, num_layers = raw["model_type"], take(raw, "num_hidden_layers")
-    key = "hidden_act" if model_type == "gemma" and not raw.get("hidden_activation") else "hidden_activation"
-    bias = bool(raw.get("attention_bias", False))
-    values = {
-        **_heads(raw, default_head_dim=256),
-        "activation": read_activation(raw, key, _GEMMA_GELU),
-        "embedding_scale": float(take(raw, "hidden_size")) ** 0.5,
-        "qkv_bias": bias,
-        "o_bias": bias,
-    }
-    if model_type == "gemma":
-        return values | {"rope": read_rope(raw)}
-    period = 2 if model_type == "gemma2" else raw.get("sliding_window_pattern", raw.get("_sliding_window_pattern", 6))
-    default = ["full_attention" if (i + 1) % period == 0 else "sliding_attention" for i in range(num_layers)]
-    values |= {
-        "query_scale": raw.get("query_pre_attn_scalar", 256) ** -0.5,
-        "sliding_windows": _layer_types(raw, raw.get("sliding_window", 4096), default),
-        "attention_softcap": raw.get("attn_logit_softcapping", 50.0 if model_type == "gemma2" else None),
-        "final_softcap": raw.get("final_logit_softcapping", 30.0 if model_type == "gemma2" else None),
-    }
-    if model_type == "gemma2":
-        return values | {"rope": read_rope(raw)}
-    nested = raw.get("rope_parameters") or {}
-    if set(nested) & {"full_attention", "sliding_attention"}:
-        whole = read_rope({"rope_parameters": nested.get("full_attention")}, theta=1e6)
-        local = read_rope({"rope_parameters": nested.get("sliding_attention")})
-        return values | {"rope": whole, "local_rope": local}
-    local = read_rope({"rope_theta": raw.get("rope_local_base_freq", 10000.0)})
-    return values | {"rope": read_rope(raw, theta=1e6), "local_rope": local}
-
-
-def _write_gemma(config: DecoderConfig) -> dict[str, Any]:
-    keys: dict[str, Any] = {**_write_heads(config), "attention_bias": config.qkv_bias}
-    act = "hidden_act" if config.family == "gemma" else "hidden_activation"
-    keys[act] = config.raw.get(act) or "gelu_pytorch_tanh"
-    if config.family == "gemma":
-        return keys | write_rope(config.rope)
-    assert config.query_scale is not None, "read_rest sets it"
-    keys |= {
-        "query_pre_attn_scalar": config.raw.get("query_pre_attn_scalar", round(config.query_scale**-2)),
-        "sliding_window": _window(config) or config.raw.get("sliding_window"),
-        "layer_types": _kinds(config),
-        "attn_logit_softcapping": config.attention_softcap,
-        "final_logit_softcapping": config.final_softcap,
-    }
-    if config.family == "gemma2":
-        return keys | write_rope(config.rope)
-    assert config.local_rope is not None, "read_rest sets it"
-    whole, local = write_rope(config.rope), write_rope(config.local_rope)
-    return {
-        **keys,
-        **whole,
-        "rope_parameters": {
-            "full_attention": whole["rope_parameters"],
-            "sliding_attention": local["rope_parameters"],
-        },
-        "rope_local_base_freq": config.local_rope.theta,
-    }
-
-
-def _read_phi3(raw: dict[str, Any]) -> dict[str, Any]:
-    return {
-        **_heads(raw),
-        "rope": read_rope(raw),
-        "activation": read_activation(raw, "hidden_act", _SILU),
-        "sliding_windows": (raw.get("sliding_window"),) * take(raw, "num_hidden_layers"),
-    }
-
-
-def _write_phi3(config: DecoderConfig) -> dict[str, Any]:
-    keys = write_rope(config.rope)
-    keys |= {"num_key_value_heads": config.num_kv_heads, "hidden_act": "silu"}
-    keys["rope_parameters"]["partial_rotary_factor"] = config.rope.partial
-    if config.rope.original_max_position_embeddings is not None:
-        keys["original_max_position_embeddings"] = config.rope.original_max_position_embeddings
-    return keys | {"sliding_window": _window(config)}
-
-
-def _read_glm(raw: dict[str, Any]) -> dict[str, Any]:
-    return {
-        **_heads(raw, default_head_dim=128),
-        "rope": read_rope(raw, partial=0.5),
-        "activation": read_activation(raw, "hidden_act", _SILU),
-        "qkv_bias": bool(raw.get("attention_bias", raw["model_type"] == "glm")),
-    }
-
-
-def _write_glm(config: DecoderConfig) -> dict[str, Any]:
-    rope = write_rope(config.rope)
-    return {**_write_heads(config), **rope, "hidden_act": "silu", "attention_bias": config.qkv_bias}
-
-
-def _read_mixtral(raw: dict[str, Any]) -> dict[str, Any]:
-    experts = raw.get("num_local_experts", 8)
-    return _read_mistral(raw) | {
-        "num_experts": experts,
-        "experts_per_token": raw.get("num_experts_per_tok", 2),
-        "expert_size": take(raw, "intermediate_size"),
-        "router_loss_coefficient": raw.get("router_aux_loss_coef", 0.001),
-    }
-
-
-def _write_mixtral(config: DecoderConfig) -> dict[str, Any]:
-    return _write_mistral(config) | {
-        "num_local_experts": config.num_experts,
-        "num_experts_per_tok": config.experts_per_token,
-        "router_aux_loss_coef": config.router_loss_coefficient,
-    }
+    return {"use_sliding_window": True, "sliding_window": window, "max_window_layers": first, **kinds}
 
 
 def _read_qwen3_moe(raw: dict[str, Any]) -> dict[str, Any]:
-    step, num_layers = raw.get("decoder_sparse_step", 1), take(raw, "num_hidden_layers")
-    only = set(raw.get("mlp_only_layers") or ())
-    experts = raw.get("num_experts", raw.get("num_local_experts", 128))
-    return _read_qwen(raw) | {
-        "num_experts": experts,
-        "experts_per_token": raw.get("num_experts_per_tok", 8),
-        "expert_size": raw.get("moe_intermediate_size", 768),
-        "normalize_expert_weights": bool(raw.get("norm_topk_prob", False)),
-        "dense_layers": tuple(i for i in range(num_layers) if i in only or (i + 1) % step),
-        "router_loss_coefficient": raw.get("router_aux_loss_coef", 0.001),
-    }
+    step, only = raw.get("decoder_sparse_step", 1), set(raw.get("mlp_only_layers") or ())
+    layers = range(take(raw, "num_hidden_layers"))
+    dense = tuple(layer for layer in layers if layer in only or (layer + 1) % step)
+    return _read_qwen(raw) | {"dense_layers": dense}
 
 
 def _write_qwen3_moe(config: DecoderConfig) -> dict[str, Any]:
-    keys = _write_qwen(config) | {
-        "num_experts": config.num_experts,
-        "num_experts_per_tok": config.experts_per_token,
-        "moe_intermediate_size": config.expert_size,
-        "norm_topk_prob": config.normalize_expert_weights,
-        "router_aux_loss_coef": config.router_loss_coefficient,
-    }
+    keys = _write_qwen(config)
     if not config.raw:
         keys |= {"decoder_sparse_step": 1, "mlp_only_layers": list(config.dense_layers)}
     if "num_local_experts" in config.raw:
@@ -292,87 +105,138 @@ def _write_qwen3_moe(config: DecoderConfig) -> dict[str, Any]:
     return keys
 
 
-def _tensors(config: DecoderConfig) -> Iterator[TensorRule]:
-    """Names as in Llama but for the sandwich norms, the fused matrices and the experts."""
-    fused, glm = config.family in ("phi3",), config.family in ("glm", "glm4")
-    yield rule("model.embed_tokens.weight")
-    for layer in range(config.num_layers):
-        at = f"model.layers.{layer}."
-        attn = f"{at}self_attn."
-        if fused:
-            yield rule(f"{attn}qkv_proj.weight", *(f"{attn}{part}_proj.weight" for part in "qkv"), op=QKV)
-        for part in () if fused else "qkv":
-            heads = "num_heads" if part == "q" else "num_kv_heads"
-            op = RotaryPairs(heads) if config.rope_interleaved and part in "qk" else IDENTITY
-            for kind in ("weight", "bias") if config.qkv_bias else ("weight",):
-                yield rule(f"{attn}{part}_proj.{kind}", op=op)
-        for kind in ("weight", "bias") if config.o_bias else ("weight",):
-            yield rule(f"{attn}o_proj.{kind}")
-        for part in "qk" if config.qk_norm else ():
-            yield rule(f"{attn}{part}_norm.weight")
-        yield from _feedforward(config, layer, f"{at}mlp.", fused=fused or glm)
-        yield rule(f"{at}input_layernorm.weight")
-        before_mlp, after_attention, after_mlp = _NORMS.get(config.family, _LLAMA_NORMS)
-        yield rule(f"{at}{before_mlp}.weight", f"{at}post_attention_layernorm.weight")
-        if config.output_norms:
-            yield rule(f"{at}{after_attention}.weight", f"{at}attention_output_norm.weight")
-            yield rule(f"{at}{after_mlp}.weight", f"{at}mlp_output_norm.weight")
-    yield rule("model.norm.weight")
-    if not config.tie_word_embeddings:
-        yield rule("lm_head.weight")
+def _read_gemma(raw: dict[str, Any]) -> dict[str, Any]:
+    return {"embedding_scale": float(take(raw, "hidden_size")) ** 0.5}
 
 
-_LLAMA_NORMS = ("post_attention_layernorm", "", "")
+def _read_gemma2(raw: dict[str, Any]) -> dict[str, Any]:
+    pattern = 2 if raw["model_type"] == "gemma2" else raw.get("_sliding_window_pattern", 6)
+    period, layers = raw.get("sliding_window_pattern", pattern), range(take(raw, "num_hidden_layers"))
+    default = ["sliding_attention" if (layer + 1) % period else "full_attention" for layer in layers]
+    return _read_gemma(raw) | {
+        "query_scale": raw.get("query_pre_attn_scalar", 256) ** -0.5,
+        "sliding_windows": _windows(raw, raw.get("sliding_window", 4096), default),
+    }
+
+
+def _write_gemma2(config: DecoderConfig) -> dict[str, Any]:
+    assert config.query_scale is not None, "read_rest sets it"
+    return {
+        "query_pre_attn_scalar": config.raw.get("query_pre_attn_scalar", round(config.query_scale**-2)),
+        "sliding_window": _window(config) or config.raw.get("sliding_window"),
+        "layer_types": _kinds(config),
+    }
+
+
+def _read_gemma3(raw: dict[str, Any]) -> dict[str, Any]:
+    """Two ropes, nested by layer type in the new spelling, in keys of their own in the old one."""
+    nested = raw.get("rope_parameters") or {}
+    if set(nested) & {"full_attention", "sliding_attention"}:
+        whole = read_rope({"rope_parameters": nested.get("full_attention")}, theta=1e6)
+        local = read_rope({"rope_parameters": nested.get("sliding_attention")})
+    else:
+        whole = read_rope(raw, theta=1e6)
+        local = read_rope({"rope_theta": raw.get("rope_local_base_freq", 10000.0)})
+    return _read_gemma2(raw) | {"rope": whole, "local_rope": local}
+
+
+def _write_gemma3(config: DecoderConfig) -> dict[str, Any]:
+    assert config.local_rope is not None, "read_rest sets it"
+    whole, local = write_rope(config.rope), write_rope(config.local_rope)
+    nested = {"full_attention": whole["rope_parameters"], "sliding_attention": local["rope_parameters"]}
+    theta = {"rope_local_base_freq": config.local_rope.theta}
+    return {**_write_gemma2(config), **whole, "rope_parameters": nested, **theta}
+
+
+def _write_phi3(config: DecoderConfig) -> dict[str, Any]:
+    keys = write_rope(config.rope)
+    keys["rope_parameters"]["partial_rotary_factor"] = config.rope.partial
+    if config.rope.original_max_position_embeddings is not None:
+        keys["original_max_position_embeddings"] = config.rope.original_max_position_embeddings
+    return keys | {"sliding_window": _window(config)}
+
+
 _GEMMA_NORMS = ("pre_feedforward_layernorm", "post_attention_layernorm", "post_feedforward_layernorm")
-_NORMS = {
+_NORMS = {  # before the feed-forward, after attention, after the feed-forward
     "gemma2": _GEMMA_NORMS,
     "gemma3_text": _GEMMA_NORMS,
     "glm4": ("post_attention_layernorm", "post_self_attn_layernorm", "post_mlp_layernorm"),
 }
 
 
-def _feedforward(config: DecoderConfig, layer: int, mlp: str, *, fused: bool) -> Iterator[TensorRule]:
+def _tensors(config: DecoderConfig) -> Iterator[TensorRule]:
+    """Names as in Llama but for the sandwich norms, the fused matrices and the experts."""
+    yield from expand([Row(theirs="model.embed_tokens", ours=("model.embed_tokens",))])
+    for layer in range(config.num_layers):
+        at = f"model.layers.{layer}."
+        yield from expand([*_attention(config), *_feedforward(config, layer), *_norms(config)], theirs=at, ours=at)
+    yield from expand([Row(theirs="model.norm", ours=("model.norm",))])
+    if not config.tie_word_embeddings:
+        yield from expand([Row(theirs="lm_head", ours=("lm_head",))])
+
+
+def _attention(config: DecoderConfig) -> Iterator[Row]:
+    q, k, v, o = (f"self_attn.{part}_proj" for part in "qkvo")
+    if config.family == "phi3":
+        yield Row(theirs="self_attn.qkv_proj", ours=(q, k, v), op=QKV)
+    else:
+        pairs = config.rope_interleaved
+        yield Row(theirs=q, ours=(q,), op=RotaryPairs("num_heads") if pairs else IDENTITY, bias=config.qkv_bias)
+        yield Row(theirs=k, ours=(k,), op=RotaryPairs("num_kv_heads") if pairs else IDENTITY, bias=config.qkv_bias)
+        yield Row(theirs=v, ours=(v,), bias=config.qkv_bias)
+    yield Row(theirs=o, ours=(o,), bias=config.o_bias)
+    for name in ("self_attn.q_norm", "self_attn.k_norm") if config.qk_norm else ():
+        yield Row(theirs=name, ours=(name,))
+
+
+def _feedforward(config: DecoderConfig, layer: int) -> Iterator[Row]:
+    parts = ("gate_proj", "up_proj", "down_proj")
     if config.routes(layer):
-        mixtral = config.family == "mixtral"
-        theirs = mlp.replace("mlp.", "block_sparse_moe.") if mixtral else mlp
-        names = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
-        yield rule(f"{theirs}gate.weight", f"{mlp}router.weight")
+        block, names = ("block_sparse_moe", ("w1", "w3", "w2")) if config.family == "mixtral" else ("mlp", parts)
+        yield Row(theirs=f"{block}.gate", ours=("mlp.router",))
         for expert in range(config.num_experts):
-            for name, ours in zip(names, ("gate_proj", "up_proj", "down_proj"), strict=True):
-                yield rule(f"{theirs}experts.{expert}.{name}.weight", f"{mlp}experts.{expert}.{ours}.weight")
+            for theirs, ours in zip(names, parts, strict=True):
+                yield Row(theirs=f"{block}.experts.{expert}.{theirs}", ours=(f"mlp.experts.{expert}.{ours}",))
         return
-    kinds = ("weight", "bias") if config.mlp_bias else ("weight",)
-    for kind in kinds:
-        if fused:
-            yield rule(f"{mlp}gate_up_proj.{kind}", f"{mlp}gate_proj.{kind}", f"{mlp}up_proj.{kind}", op=GATE_UP)
-        for part in () if fused else ("gate_proj", "up_proj"):
-            yield rule(f"{mlp}{part}.{kind}")
-        yield rule(f"{mlp}down_proj.{kind}")
+    gate, up, down = (f"mlp.{part}" for part in parts)
+    if config.family in ("phi3", "glm", "glm4"):
+        yield Row(theirs="mlp.gate_up_proj", ours=(gate, up), op=GATE_UP)
+    else:
+        yield Row(theirs=gate, ours=(gate,), bias=config.mlp_bias)
+        yield Row(theirs=up, ours=(up,), bias=config.mlp_bias)
+    yield Row(theirs=down, ours=(down,), bias=config.mlp_bias)
+
+
+def _norms(config: DecoderConfig) -> Iterator[Row]:
+    before, attention, mlp = _NORMS.get(config.family, ("post_attention_layernorm", "", ""))
+    yield Row(theirs="input_layernorm", ours=("input_layernorm",))
+    yield Row(theirs=before, ours=("post_attention_layernorm",))
+    if config.output_norms:
+        yield Row(theirs=attention, ours=("attention_output_norm",))
+        yield Row(theirs=mlp, ours=("mlp_output_norm",))
 
 
 _LLAMA = Family(
     model_type="llama",
     architecture="LlamaForCausalLM",
-    keys=_KEYS,
-    defaults=_DEFAULTS,
-    understood=frozenset({"attention_bias", "mlp_bias"}),
-    read_rest=_read_llama,
-    write_rest=_write_llama,
+    keys={**_KEYS, **_BIASES, "mlp_bias": ("mlp_bias", False)},
+    activations={"silu": "silu", "swish": "silu"},
+    rope={},
     tensors=_tensors,
 )
 _MISTRAL = replace(
     _LLAMA,
     model_type="mistral",
     architecture="MistralForCausalLM",
-    understood=frozenset(),
+    keys=_KEYS,
     read_rest=_read_mistral,
     write_rest=_write_mistral,
 )
 _QWEN2 = replace(
-    _LLAMA,
+    _MISTRAL,
     model_type="qwen2",
     architecture="Qwen2ForCausalLM",
-    understood=frozenset(),
+    fixed={"qkv_bias": True},
     read_rest=_read_qwen,
     write_rest=_write_qwen,
 )
@@ -380,74 +244,105 @@ _QWEN3 = replace(
     _QWEN2,
     model_type="qwen3",
     architecture="Qwen3ForCausalLM",
+    keys={**_KEYS, **_BIASES, "head_dim": ("head_dim", lambda raw: 128)},
     fixed={"qk_norm": True},
-    understood=frozenset({"attention_bias"}),
-)
-_GEMMA = replace(
-    _LLAMA,
-    model_type="gemma",
-    architecture="GemmaForCausalLM",
-    defaults={**_DEFAULTS, "max_position_embeddings": 8192, "tie_word_embeddings": True},
-    fixed={"norm_offset": 1.0},
-    understood=frozenset({"attention_bias"}),
-    read_rest=_read_gemma,
-    write_rest=_write_gemma,
-)
-_GEMMA2 = replace(
-    _GEMMA,
-    model_type="gemma2",
-    architecture="Gemma2ForCausalLM",
-    fixed={"norm_offset": 1.0, "output_norms": True},
-    understood=frozenset(
-        {"attention_bias", "attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar"}
-    ),
-)
-_GEMMA3 = replace(
-    _GEMMA2,
-    model_type="gemma3_text",
-    architecture="Gemma3ForCausalLM",
-    fixed={"norm_offset": 1.0, "output_norms": True, "qk_norm": True},
-    defaults={**_DEFAULTS, "max_position_embeddings": 131072, "tie_word_embeddings": True},
-)
-_PHI3 = replace(
-    _MISTRAL,
-    model_type="phi3",
-    architecture="Phi3ForCausalLM",
-    read_rest=_read_phi3,
-    write_rest=_write_phi3,
-)
-_GLM = replace(
-    _LLAMA,
-    model_type="glm",
-    architecture="GlmForCausalLM",
-    defaults={**_DEFAULTS, "norm_eps": 1.5625e-07, "max_position_embeddings": 131072},
-    fixed={"rope_interleaved": True},
-    understood=frozenset({"attention_bias"}),
-    read_rest=_read_glm,
-    write_rest=_write_glm,
-)
-_GLM4 = replace(
-    _GLM,
-    model_type="glm4",
-    architecture="Glm4ForCausalLM",
-    fixed={"rope_interleaved": True, "output_norms": True},
-)
-_MIXTRAL = replace(
-    _MISTRAL,
-    model_type="mixtral",
-    architecture="MixtralForCausalLM",
-    understood=frozenset({"num_local_experts"}),
-    defaults={**_DEFAULTS, "norm_eps": 1e-5},
-    read_rest=_read_mixtral,
-    write_rest=_write_mixtral,
 )
 _QWEN3_MOE = replace(
     _QWEN3,
     model_type="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
-    understood=frozenset({"attention_bias", "num_experts", "num_local_experts"}),
+    keys={
+        **_QWEN3.keys,
+        "num_experts": ("num_experts", lambda raw: raw.get("num_local_experts", 128)),
+        "experts_per_token": ("num_experts_per_tok", 8),
+        "expert_size": ("moe_intermediate_size", 768),
+        "normalize_expert_weights": ("norm_topk_prob", False),
+        "router_loss_coefficient": ("router_aux_loss_coef", 0.001),
+    },
+    understood=frozenset({"num_local_experts"}),
     read_rest=_read_qwen3_moe,
     write_rest=_write_qwen3_moe,
+)
+_MIXTRAL = replace(
+    _MISTRAL,
+    model_type="mixtral",
+    architecture="MixtralForCausalLM",
+    keys={
+        **_KEYS,
+        "norm_eps": ("rms_norm_eps", 1e-5),
+        "num_experts": ("num_local_experts", 8),
+        "experts_per_token": ("num_experts_per_tok", 2),
+        "expert_size": "intermediate_size",
+        "router_loss_coefficient": ("router_aux_loss_coef", 0.001),
+    },
+)
+_GEMMA = replace(
+    _LLAMA,
+    model_type="gemma",
+    architecture="GemmaForCausalLM",
+    keys={
+        **_KEYS,
+        **_BIASES,
+        "head_dim": ("head_dim", lambda raw: 256),
+        "max_position_embeddings": ("max_position_embeddings", 8192),
+        "tie_word_embeddings": ("tie_word_embeddings", True),
+    },
+    fixed={"norm_offset": 1.0},
+    # The first files say "gelu" and mean, as transformers reads them, the tanh approximation.
+    activations={"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu_tanh"},
+    read_rest=_read_gemma,
+)
+_GEMMA2 = replace(
+    _GEMMA,
+    model_type="gemma2",
+    architecture="Gemma2ForCausalLM",
+    keys={
+        **_GEMMA.keys,
+        "attention_softcap": ("attn_logit_softcapping", 50.0),
+        "final_softcap": ("final_logit_softcapping", 30.0),
+    },
+    fixed={"norm_offset": 1.0, "output_norms": True},
+    activation_key="hidden_activation",
+    understood=frozenset({"query_pre_attn_scalar"}),
+    read_rest=_read_gemma2,
+    write_rest=_write_gemma2,
+)
+_GEMMA3 = replace(
+    _GEMMA2,
+    model_type="gemma3_text",
+    architecture="Gemma3ForCausalLM",
+    keys={
+        **_GEMMA.keys,
+        "max_position_embeddings": ("max_position_embeddings", 131072),
+        "attention_softcap": ("attn_logit_softcapping", None),
+        "final_softcap": ("final_logit_softcapping", None),
+    },
+    fixed={"norm_offset": 1.0, "output_norms": True, "qk_norm": True},
+    rope=None,
+    read_rest=_read_gemma3,
+    write_rest=_write_gemma3,
+)
+_PHI3 = replace(_MISTRAL, model_type="phi3", architecture="Phi3ForCausalLM", write_rest=_write_phi3)
+_GLM = replace(
+    _LLAMA,
+    model_type="glm",
+    architecture="GlmForCausalLM",
+    keys={
+        **_KEYS,
+        "norm_eps": ("rms_norm_eps", 1.5625e-07),
+        "head_dim": ("head_dim", lambda raw: 128),
+        "max_position_embeddings": ("max_position_embeddings", 131072),
+        "qkv_bias": ("attention_bias", True),
+    },
+    fixed={"rope_interleaved": True},
+    rope={"partial": 0.5},
+)
+_GLM4 = replace(
+    _GLM,
+    model_type="glm4",
+    architecture="Glm4ForCausalLM",
+    keys={**_GLM.keys, "qkv_bias": ("attention_bias", False)},
+    fixed={"rope_interleaved": True, "output_norms": True},
 )
 
 LLAMA_LIKE = (
@@ -455,12 +350,12 @@ LLAMA_LIKE = (
     _MISTRAL,
     _QWEN2,
     _QWEN3,
+    _QWEN3_MOE,
+    _MIXTRAL,
     _GEMMA,
     _GEMMA2,
     _GEMMA3,
     _PHI3,
     _GLM,
     _GLM4,
-    _MIXTRAL,
-    _QWEN3_MOE,
 )
