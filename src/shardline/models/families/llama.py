@@ -275,6 +275,7 @@ _MIXTRAL = replace(
         "expert_size": "intermediate_size",
         "router_loss_coefficient": ("router_aux_loss_coef", 0.001),
     },
+    rope={"theta": 1e6},
 )
 _GEMMA = replace(
     _LLAMA,
@@ -322,7 +323,13 @@ _GEMMA3 = replace(
     read_rest=_read_gemma3,
     write_rest=_write_gemma3,
 )
-_PHI3 = replace(_MISTRAL, model_type="phi3", architecture="Phi3ForCausalLM", write_rest=_write_phi3)
+_PHI3 = replace(
+    _MISTRAL,
+    model_type="phi3",
+    architecture="Phi3ForCausalLM",
+    keys={**_KEYS, "norm_eps": ("rms_norm_eps", 1e-5)},
+    write_rest=_write_phi3,
+)
 _GLM = replace(
     _LLAMA,
     model_type="glm",
@@ -341,7 +348,6 @@ _GLM4 = replace(
     _GLM,
     model_type="glm4",
     architecture="Glm4ForCausalLM",
-    keys={**_GLM.keys, "qkv_bias": ("attention_bias", False)},
     fixed={"rope_interleaved": True, "output_norms": True},
 )
 
