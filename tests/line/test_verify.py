@@ -47,14 +47,24 @@ def test_the_three_agree(folder, documents):
     assert report.num_tokens == sum(map(len, documents)) - len(documents) + 4 * 8
 
 
-def test_every_family_agrees(documents, tmp_path):
-    for name in ("qwen2-window", "qwen3", "mistral-window", "llama-llama3"):
+def test_families_of_every_kind_agree(documents, tmp_path):
+    families = ["qwen2-window", "qwen3", "mistral-window", "llama-llama3", "gemma3", "glm4", "bloom", "qwen3-moe"]
+    for name in families:
         save_oracle(name, tmp_path / name, vocab_size=320, max_position_embeddings=256)
         byte_tokenizer().save(tmp_path / name)
         report = verify(tmp_path / name, documents=documents[1:])
         assert report.agrees, (name, report)
         assert report.hf_max_abs_logit <= 1e-4, (name, report)
         assert report.train_serve_max_abs_logprob <= 1e-5, (name, report)
+
+
+def test_ropes_that_depend_on_the_length_are_told_the_document_not_the_row(tmp_path):
+    """Documents on both sides of the switch in one packed row; none crosses it while it is being continued."""
+    save_oracle("phi3-longrope-short", tmp_path, vocab_size=320)
+    byte_tokenizer().save(tmp_path)
+    generator = torch.Generator().manual_seed(0)
+    documents = [torch.randint(0, 256, (n,), generator=generator).tolist() for n in (55, 20, 60, 9)]
+    assert verify(tmp_path, documents=documents).agrees
 
 
 def test_a_wrong_trainer_shows_against_transformers_and_the_server(folder, documents, monkeypatch):

@@ -27,6 +27,7 @@ from shardline.serving.engine import Engine, EngineConfig
 from shardline.serving.requests import Request, SamplingParams
 from shardline.text.dataset import prepare_dataset
 from shardline.text.tokenizer import Tokenizer
+from shardline.training.loss import document_lengths
 
 __all__ = ["HF_TOLERANCE", "SERVE_TOLERANCE", "Agreement", "Worst", "heldout_documents", "verify"]
 
@@ -137,7 +138,12 @@ def _trainer_logits(decoder: Decoder, documents: Sequence[Sequence[int]]) -> lis
     tokens_BT = torch.tensor([[token for document in documents for token in document]])
     documents_BT = torch.cat([torch.full((n,), index) for index, n in enumerate(lengths)])[None]
     positions_BT = torch.cat([torch.arange(n) for n in lengths])[None]
-    logits_BTV = decoder(tokens_BT, positions_BT=positions_BT, attention=DenseAttention(documents_BT))
+    logits_BTV = decoder(
+        tokens_BT,
+        positions_BT=positions_BT,
+        attention=DenseAttention(documents_BT),
+        lengths_BT=document_lengths(documents_BT),
+    )
     return list(logits_BTV[0].split(lengths))
 
 
