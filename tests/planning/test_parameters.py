@@ -1,66 +1,22 @@
-"""The closed forms against the real thing: parameters on the meta device, saved tensors of a real forward."""
+"""The closed form of parameters against the same models on the meta device."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from models.oracle import CONFIGS, DROPOUT, SIZES
-from shardline.models.attention import DenseAttention
+from planning.small import FAMILY_MODELS, MODELS
 from shardline.models.config import DecoderConfig
 from shardline.models.decoder import Decoder
-from shardline.models.families import FAMILIES, read_model_config
+from shardline.models.families import FAMILIES
 from shardline.models.presets import preset
-from shardline.planning.activations import Arithmetic, layer_bytes, outer_bytes
 from shardline.planning.flops import matmul_parameters
 from shardline.planning.parameters import count_parameters
-
-SHAPE = {
-    "vocab_size": 100,
-    "hidden_size": 48,
-    "intermediate_size": 136,
-    "num_layers": 2,
-    "num_heads": 6,
-    "num_kv_heads": 2,
-    "head_dim": 16,
-}
-VARIANTS = {
-    "llama": {},
-    "tied": {"tie_word_embeddings": True},
-    "qwen2": {"qkv_bias": True},
-    "every bias": {"qkv_bias": True, "o_bias": True, "mlp_bias": True},
-    "qwen3": {"qk_norm": True, "family": "qwen3"},
-    "no groups": {"num_kv_heads": 6},
-    "windows": {"sliding_windows": (8, None)},
-}
 
 
 def _on_meta(config: DecoderConfig) -> Decoder:
     with torch.device("meta"):
         return Decoder(config)
-
-
-def _of_family(name: str) -> DecoderConfig:
-    config_class, extra = CONFIGS[name]
-    return read_model_config(config_class(**{**SIZES, **DROPOUT, **extra}).to_dict())
-
-
-FAMILY_MODELS = {name: _of_family(name) for name in CONFIGS}
-FAMILY_MODELS["chatglm"] = read_model_config(
-    {
-        "model_type": "chatglm",
-        "hidden_size": 48,
-        "num_layers": 2,
-        "num_attention_heads": 3,
-        "kv_channels": 16,
-        "multi_query_attention": True,
-        "multi_query_group_num": 1,
-        "ffn_hidden_size": 80,
-        "padded_vocab_size": 97,
-        "add_qkv_bias": True,
-    }
-)
-MODELS = {**{name: DecoderConfig(**SHAPE | changes) for name, changes in VARIANTS.items()}, **FAMILY_MODELS}
 
 
 def test_every_family_is_here() -> None:
@@ -113,34 +69,3 @@ def test_published_mixtures_have_the_active_parameters_of_their_cards(name: str,
 def test_without_experts_all_parameters_are_active() -> None:
     count = count_parameters(preset("gemma-2-2b"))
     assert count.active == count.total == 2_614_341_888
-
-
-@pytest.mark.parametrize("arithmetic", ["fp32", "bf16", "autocast"])
-@pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize("variant", sorted(VARIANTS))
-def test_activations_are_what_autograd_saves(variant: str, packed: bool, arithmetic: Arithmetic) -> None:
-    config = DecoderConfig(**SHAPE | VARIANTS[variant])
-    rows, length = 2, 24
-    model = Decoder(config).to(torch.bfloat16 if arithmetic == "bf16" else torch.float32)
-    tokens_BT = torch.randint(config.vocab_size, (rows, length))
-    positions_BT = torch.arange(length).expand(rows, length)
-    documents_BT = torch.zeros(rows, length, dtype=torch.int32) if packed else None
-    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    saved: dict[int, torch.Tensor] = {}  # holding the tensors keeps their addresses apart
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        address = tensor.untyped_storage().data_ptr()
-        if address not in weights:
-            saved[address] = tensor
-        return tensor
-
-    with (
-        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
-        torch.autocast("cpu", dtype=torch.bfloat16, enabled=arithmetic == "autocast"),
-    ):
-        x_BTD = model.hidden_states(tokens_BT, positions_BT=positions_BT, attention=DenseAttention(documents_BT))
-    keep(x_BTD)
-    shape = {"rows": rows, "sequence_length": length, "arithmetic": arithmetic}
-    expected = outer_bytes(config, **shape)
-    expected += sum(layer_bytes(config, layer=layer, packed=packed, **shape) for layer in range(config.num_layers))
-    assert sum(tensor.untyped_storage().nbytes() for tensor in saved.values()) == expected

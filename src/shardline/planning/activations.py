@@ -4,10 +4,11 @@
 
 These are the tensors that autograd saves, each storage once; the tests run the real decoder and compare the sums.
 The arithmetic is `fp32`, `bf16` (parameters are gathered in bf16) or `autocast` (fp32 parameters; each linear casts
-its input and its weight, and keeps the casts).
+its input and its weight, and keeps the casts). A mixture keeps the same whatever its routes: every token reaches
+exactly its k experts.
 
-Symbols as in the decoder: B rows, T tokens of a row, D hidden, N and K heads, H head size, F feed-forward width,
-V vocabulary.
+Symbols as in the decoder: B rows, T tokens of a row, D hidden, N and K heads, H head size, F inner width, E experts,
+V vocabulary. `element` is a matrix product's, `stream` the residual stream's bytes of one number.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from shardline.planning.parameters import count_parameters
 if TYPE_CHECKING:
     from shardline.models.config import DecoderConfig
 
-__all__ = ["Arithmetic", "layer_bytes", "layer_working_bytes", "loss_bytes", "outer_bytes"]
+__all__ = ["Arithmetic", "layer_bytes", "layer_working_bytes", "outer_bytes", "wide_tensors"]
 
 Arithmetic = Literal["fp32", "bf16", "autocast"]
-_FP32, _BF16 = 4, 2
+_FP32, _BF16, _INT64 = 4, 2, 8
 
 
 def layer_bytes(
@@ -36,65 +37,205 @@ def layer_bytes(
 ) -> int:
     """Returns the bytes that one decoder layer saves for `rows` rows of `sequence_length` tokens.
 
-    `packed`: a row may hold several documents, so that attention gets a boolean mask, which PyTorch turns into one of
-    the compute dtype, B x T x T, anew in every layer. A window alone needs a mask too, the same one for all rows.
+    `packed`: a row may hold several documents, so that attention gets a boolean mask for every row. A window alone, or
+    ALiBi, needs one mask, the same for all rows.
     """
-    element = _FP32 if arithmetic == "fp32" else _BF16
-    hidden, window = model.hidden_size, model.sliding_windows[layer]
-    queries, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    per_token = 2 * _norm_bytes(hidden, arithmetic)
-    if arithmetic == "autocast":
-        per_token += 5 * hidden * _BF16  # the input of q, k, v, gate and up, cast for each of them
+    hidden, stream = model.hidden_size, _stream(arithmetic)
+    window = model.sliding_windows[layer]
+    masked = packed or model.position == "alibi" or (window is not None and window < sequence_length)
+    mask_rows = rows if packed else int(masked)
+    tokens = rows * sequence_length
+    before = 1 if model.block == "parallel" else 2  # norms whose output linears read
+    total = tokens * before * _norm_bytes(model, hidden, arithmetic, stream=stream)
+    if model.output_norms:
+        total += tokens * 2 * _norm_bytes(model, hidden, arithmetic, stream=_element(arithmetic))
+    num_offsets = before + 2 * model.output_norms
+    total += num_offsets * _offset_bytes(model, hidden)
+    # Queries, keys and values read one tensor, the feed-forward another; in a parallel block it is the same one.
+    total += tokens * _inputs_bytes(hidden, 3, arithmetic)
+    total += _attention_bytes(
+        model, mask_rows=mask_rows, tokens=tokens, sequence_length=sequence_length, arithmetic=arithmetic
+    )
+    if model.routes(layer):
+        total += _mixture_bytes(model, rows=rows, tokens=tokens, arithmetic=arithmetic)
     else:
-        per_token += 2 * hidden * element  # one input for q, k and v, one for gate and up
-    per_token += (2 * queries + 2 * keys) * element + model.num_heads * _FP32  # q, k, v, output; log-sum-exp
-    per_token += 4 * model.intermediate_size * element  # gate, up, silu(gate), their product
-    if model.qk_norm:  # the norm's own output is not kept: the rotation's is
-        heads = model.num_heads + model.num_kv_heads
-        per_token += (queries + keys) * (_FP32 + element) + heads * _FP32
-    if arithmetic == "bf16" or (arithmetic == "autocast" and not model.qk_norm):
-        per_token += 4 * model.head_dim * _BF16  # cos and sin, cast anew for queries and for keys
-    mask_rows = rows if packed else int(window is not None and window < sequence_length)
-    total = rows * sequence_length * per_token + mask_rows * sequence_length**2 * element
+        shared = model.block == "parallel" and arithmetic != "autocast"
+        total += 0 if shared else tokens * _inputs_bytes(hidden, 2 if model.gated else 1, arithmetic)
+        total += tokens * _inner_bytes(model, model.intermediate_size, arithmetic)
     if arithmetic == "autocast":
-        total += count_parameters(model).layers[layer].all_matrices * _BF16
+        router = hidden * model.num_experts if model.routes(layer) else 0  # it stays in fp32
+        total += (count_parameters(model).layers[layer].all_matrices - router) * _BF16
     return total
 
 
 def outer_bytes(model: DecoderConfig, *, rows: int, sequence_length: int, arithmetic: Arithmetic) -> int:
-    """Returns the bytes kept outside the layers: token ids, cos and sin, the final norm and its output."""
-    per_token = 8 + _norm_bytes(model.hidden_size, arithmetic)
-    per_token += model.hidden_size * (_BF16 if arithmetic == "bf16" else _FP32)
-    if arithmetic == "fp32" or (arithmetic == "autocast" and model.qk_norm):
-        per_token += 2 * model.head_dim * _FP32
-    return rows * sequence_length * per_token
-
-
-def loss_bytes(model: DecoderConfig, *, rows: int, sequence_length: int, arithmetic: Arithmetic) -> int:
-    """Returns the bytes of the chunked cross-entropy while it runs, without the head's gradient.
-
-    The rule for the chunk is that of torch 2.13's `LinearCrossEntropyOptions` on a CPU: logits of about as many bytes
-    as the hidden states (bf16) or half as many (fp32). It makes the gradients in its forward pass: that of the hidden
-    states is kept; in bf16, an fp32 copy of the head's weight and of its gradient besides.
+    """Returns the bytes kept outside the layers: ids, embedding norm and projections, cos and sin, the final norm and
+    what the head reads.
     """
-    tokens, vocab, hidden = rows * sequence_length, model.vocab_size, model.hidden_size
-    chunk = 1 << (-(-tokens // -(-vocab // hidden)) - 1).bit_length()
-    chunk = min(chunk if arithmetic == "bf16" else max(1, chunk // 2), tokens)
-    total = chunk * (vocab + hidden) * _FP32 + tokens * hidden * _FP32
+    hidden, width, stream = model.hidden_size, model.embedding_width, _stream(arithmetic)
+    tokens = rows * sequence_length
+    per_token, total = _INT64, 0
+    if model.position == "learned":
+        per_token += _INT64
+    if model.embedding_scale != 1.0:
+        total += stream
+    if model.embedding_norm:
+        per_token += _norm_bytes(model, width, arithmetic, stream=stream)
+        total += _offset_bytes(model, width)
+    if model.final_norm:
+        per_token += _norm_bytes(model, hidden, arithmetic, stream=stream)
+        total += _offset_bytes(model, hidden)
+    per_token += width * stream  # what the head reads, or project_out's output
+    if width != hidden:
+        per_token += _inputs_bytes(width, 1, arithmetic) + _inputs_bytes(hidden, 1, arithmetic)
+        if arithmetic == "autocast":
+            per_token -= width * (stream - _BF16)
+            total += 2 * width * hidden * _BF16
+    if model.num_experts:  # the balance loss: which tokens count, and what each row's is worth
+        per_token += 1
+        total += rows * _FP32
+    if model.position == "rope" and _turns_in_fp32(model, arithmetic):
+        ropes = {model.rope_of(layer) for layer in range(model.num_layers)}
+        per_token += sum(2 * rope.num_dims(model.head_dim) * _FP32 for rope in ropes)
+    return total + tokens * per_token
+
+
+def layer_working_bytes(
+    model: DecoderConfig, *, layer: int, rows: int, sequence_length: int, arithmetic: Arithmetic
+) -> int:
+    """Returns the bytes of gradients in flight while one layer runs backward: the feed-forward's, or attention's if
+    larger.
+
+    Feed-forward: those of its output and input, and of each inner tensor (gate, act(gate), up and product; up and
+    act(up) without a gate). In a mixture one expert runs at a time, on its even share B T k / E of the tokens: how
+    uneven the routes are is not known here. Capped scores are no fused kernel: gradients of weights (in fp32 too),
+    scores and tanh, B N T T each.
+    """
+    element, tokens = _element(arithmetic), rows * sequence_length
+    per_token = 2 * model.hidden_size
+    inner = 4 if model.gated else 2
+    if model.routes(layer):
+        expert_tokens = tokens * model.experts_per_token / model.num_experts
+        inner_elements = expert_tokens * (2 * model.hidden_size + inner * model.expert_size)
+    else:
+        inner_elements = tokens * inner * model.intermediate_size
+    feedforward = int(tokens * per_token + inner_elements) * element
+    if model.attention_softcap is None:
+        return feedforward
+    return max(feedforward, tokens * sequence_length * model.num_heads * (2 * element + _FP32))
+
+
+def wide_tensors(
+    model: DecoderConfig, *, layer: int, rows: int, sequence_length: int, arithmetic: Arithmetic
+) -> list[tuple[int, int]]:
+    """Returns, of one layer's saved tensors that are wider than the residual stream, (bytes of one, bytes of all):
+    those inside the feed-forward (of an expert with its even share), and scores where no fused kernel hides them.
+    """
+    element, tokens = _element(arithmetic), rows * sequence_length
+    if model.routes(layer):
+        block = tokens * model.experts_per_token * model.expert_size * element // model.num_experts
+        total = tokens * model.experts_per_token * _inner_bytes(model, model.expert_size, arithmetic)
+    else:
+        block = tokens * model.intermediate_size * element
+        total = tokens * _inner_bytes(model, model.intermediate_size, arithmetic)
+    groups = [(block, total)]
+    scores = tokens * sequence_length * model.num_heads
+    if model.attention_softcap is not None:
+        groups.append((scores * element, scores * _capped_score_bytes(arithmetic)))
+    elif model.position == "alibi":
+        groups.append((scores * element, scores * element))
+    return groups
+
+
+def _element(arithmetic: Arithmetic) -> int:
+    return _FP32 if arithmetic == "fp32" else _BF16
+
+
+def _stream(arithmetic: Arithmetic) -> int:
+    return _BF16 if arithmetic == "bf16" else _FP32
+
+
+def _turns_in_fp32(model: DecoderConfig, arithmetic: Arithmetic) -> bool:
+    """Whether queries and keys are fp32 when they turn, so that all layers share cos and sin. Else each layer casts
+    them anew, for queries and for keys. Under autocast a plain RMS norm's fp32 weight makes its output fp32.
+    """
+    by_norm = model.qk_norm and model.norm == "rms" and not model.norm_offset
+    return arithmetic == "fp32" or (arithmetic == "autocast" and by_norm)
+
+
+def _norm_bytes(model: DecoderConfig, width: int, arithmetic: Arithmetic, *, stream: int) -> int:
+    """One vector's; the output belongs to who reads it.
+
+    RMS: the input in fp32, 1 / rms, and the normed input (in fp32 where 1 + w multiplies it). LayerNorm: the input, its
+    mean and 1 / deviation.
+    """
+    if model.norm == "layer":
+        return width * stream + 2 * (_BF16 if arithmetic == "bf16" else _FP32)
+    return width * (_FP32 + (_FP32 if model.norm_offset else stream)) + _FP32
+
+
+def _offset_bytes(model: DecoderConfig, width: int) -> int:
+    """1 + w, a new tensor."""
+    return width * _FP32 if model.norm_offset else 0
+
+
+def _inputs_bytes(width: int, num_linears: int, arithmetic: Arithmetic) -> int:
+    """What linears that read one vector of `width` keep of it: it once, or a cast for each."""
+    return num_linears * width * _BF16 if arithmetic == "autocast" else width * _element(arithmetic)
+
+
+def _inner_bytes(model: DecoderConfig, size: int, arithmetic: Arithmetic) -> int:
+    """Gate, act(gate), up and their product, or up and act(up); relu's backward reads its output, not its input."""
+    num_tensors = (4 if model.gated else 2) - (model.activation == "relu")
+    return num_tensors * size * _element(arithmetic)
+
+
+def _attention_bytes(
+    model: DecoderConfig, *, mask_rows: int, tokens: int, sequence_length: int, arithmetic: Arithmetic
+) -> int:
+    element = _element(arithmetic)
+    queries, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    per_token, total = 0, 0
+    if model.qk_norm:  # the norm's own output is not kept: the rotation's is
+        heads = model.num_heads + model.num_kv_heads
+        per_token += heads * _norm_bytes(model, model.head_dim, arithmetic, stream=element)
+        total += 2 * _offset_bytes(model, model.head_dim)
+    if model.position == "rope" and not _turns_in_fp32(model, arithmetic):
+        per_token += 4 * model.rope.num_dims(model.head_dim) * element
+    mask = mask_rows * sequence_length**2
+    blind = mask_rows * sequence_length  # one boolean a query: whether it sees anything
+    if model.attention_softcap is not None:
+        # Queries, keys and values copied for every head; output; scores.
+        per_token += 4 * queries * element
+        per_token += model.num_heads * sequence_length * _capped_score_bytes(arithmetic)
+        return total + tokens * per_token + max(mask, sequence_length**2) + max(blind, sequence_length)
+    per_token += (2 * queries + 2 * keys) * element + model.num_heads * _FP32  # q, k, v, output; log-sum-exp
+    if model.position == "alibi":
+        # The bias is a mask of its own for every head; the output is copied with zeros where a query sees nothing.
+        return total + tokens * (per_token + queries * element) + mask * model.num_heads * element + blind
+    return total + tokens * per_token + mask * element  # PyTorch makes the boolean mask one of the compute dtype
+
+
+def _capped_score_bytes(arithmetic: Arithmetic) -> int:
+    """Of one score: its tanh, its weight in fp32, and that cast."""
+    return _element(arithmetic) + _FP32 + (0 if arithmetic == "fp32" else _BF16)
+
+
+def _mixture_bytes(model: DecoderConfig, *, rows: int, tokens: int, arithmetic: Arithmetic) -> int:
+    """The router's input in fp32, its probabilities and choices; k times an expert's gathered input, inner tensors
+    and output; where the tokens of each expert are; the load-balancing loss.
+    """
+    hidden, experts, chosen = model.hidden_size, model.num_experts, model.experts_per_token
+    stream = _stream(arithmetic)
+    per_token = hidden * _FP32 + experts * _FP32 + chosen * _INT64
+    if model.normalize_expert_weights:
+        per_token += chosen * _FP32 + _FP32
+    per_expert = _inputs_bytes(hidden, 2 if model.gated else 1, arithmetic)
+    per_expert += _inner_bytes(model, model.expert_size, arithmetic)
+    per_expert += hidden * _element(arithmetic) + stream  # its output, and the weight that multiplies it
+    per_expert += hidden * stream  # the product: index_add keeps what it adds
+    per_expert += 2 * _INT64
+    total = tokens * (per_token + chosen * per_expert)
     if arithmetic == "bf16":
-        total += 2 * vocab * hidden * _FP32 + 2 * chunk * hidden * _FP32
-    return total
-
-
-def layer_working_bytes(model: DecoderConfig, *, rows: int, sequence_length: int, arithmetic: Arithmetic) -> int:
-    """Returns the bytes of gradients in flight while one layer's feed-forward runs backward.
-
-    Those of its output, of the product, of gate, silu(gate) and up, of its input: 2 D + 4 F a token.
-    """
-    element = _FP32 if arithmetic == "fp32" else _BF16
-    return rows * sequence_length * (2 * model.hidden_size + 4 * model.intermediate_size) * element
-
-
-def _norm_bytes(width: int, arithmetic: Arithmetic) -> int:
-    """The input in fp32, 1 / rms, and the normed input in the stream's dtype. The output belongs to who reads it."""
-    return width * (_FP32 + (_BF16 if arithmetic == "bf16" else _FP32)) + _FP32
+        total += hidden * experts * _FP32  # the router's weight
+    return total + rows * (experts * _FP32 + _INT64)

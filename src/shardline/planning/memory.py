@@ -23,7 +23,14 @@ import heapq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from shardline.planning.activations import Arithmetic, layer_bytes, layer_working_bytes, loss_bytes, outer_bytes
+from shardline.planning.activations import (
+    Arithmetic,
+    layer_bytes,
+    layer_working_bytes,
+    outer_bytes,
+    wide_tensors,
+)
+from shardline.planning.loss import loss_bytes
 from shardline.planning.parameters import count_parameters
 
 if TYPE_CHECKING:
@@ -138,7 +145,8 @@ class _Sizes:
             "arithmetic": arithmetic,
         }
         accumulates = run.train.global_batch > run.train.micro_batch * data_ranks
-        activations = sum(layer_bytes(model, layer=layer, **shape) for layer in range(model.num_layers))
+        layers = range(model.num_layers)
+        activations = sum(layer_bytes(model, layer=layer, **shape) for layer in layers)
         return cls(
             ranks=data_ranks,
             sharded=sharded,
@@ -153,7 +161,7 @@ class _Sizes:
             layer=_FP32 * max(layer.total for layer in count.layers),
             gathered_element=_BF16 if arithmetic == "bf16" else _FP32,
             activations=activations + outer_bytes(model, **shape),
-            layer_in_flight=layer_working_bytes(model, **shape),
+            layer_in_flight=max(layer_working_bytes(model, layer=layer, **shape) for layer in layers),
             loss=loss_bytes(model, **shape),
             allocator=_kept_by_allocator(
                 model,
@@ -253,8 +261,12 @@ def _kept_by_allocator(
     tokens, element = rows * sequence_length, _FP32 if arithmetic == "fp32" else _BF16
     if tokens * model.hidden_size * element > _KEPT_BLOCK_BYTES:
         activations = 0
-    elif tokens * model.intermediate_size * element > _KEPT_BLOCK_BYTES:
-        activations -= model.num_layers * 4 * tokens * model.intermediate_size * element
+    else:
+        for layer in range(model.num_layers):
+            for block, total in wide_tensors(
+                model, layer=layer, rows=rows, sequence_length=sequence_length, arithmetic=arithmetic
+            ):
+                activations -= total if block > _KEPT_BLOCK_BYTES else 0
     small = _FP32 * sum(size for size in tensors if _FP32 * size <= _KEPT_BLOCK_BYTES)
     if sharded:
         return int(_KEPT_OF_ACTIVATIONS_SHARDED * activations + _KEPT_OF_PARAMETERS_SHARDED * small)

@@ -1,0 +1,70 @@
+"""The loss's predicted peak against the allocations that torch's profiler records of the real one."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from shardline.models.config import DecoderConfig
+from shardline.models.decoder import Decoder
+from shardline.planning.activations import Arithmetic
+from shardline.planning.loss import loss_bytes
+from shardline.training.loss import LanguageModelLoss
+
+PLAIN = DecoderConfig(
+    vocab_size=6144,
+    hidden_size=256,
+    intermediate_size=8,
+    num_layers=1,
+    num_heads=1,
+    num_kv_heads=1,
+    head_dim=8,
+    tie_word_embeddings=True,
+)
+MODELS = {
+    "plain": PLAIN,
+    "narrow vocabulary": dataclasses.replace(PLAIN, vocab_size=2048, hidden_size=512),
+    "bias": dataclasses.replace(PLAIN, tie_word_embeddings=False, head_bias=True),
+    "capped": dataclasses.replace(PLAIN, final_softcap=30.0),
+    "capped, a wide head": dataclasses.replace(PLAIN, final_softcap=30.0, vocab_size=2048, hidden_size=1024),
+}
+
+
+def _peak(run: Callable[[], object]) -> tuple[int, int, object]:
+    """(most bytes at once, bytes left, result) of what `run` allocates."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        result = run()
+    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
+    now = most = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        most = max(most, now)
+    return most, now, result
+
+
+@pytest.mark.parametrize("arithmetic", ["fp32", "bf16", "autocast"])
+@pytest.mark.parametrize("num_tokens", [512, 1024])
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_the_peak_is_what_the_loss_allocates(name: str, num_tokens: int, arithmetic: Arithmetic, monkeypatch) -> None:
+    model = MODELS[name]
+    dtype = torch.bfloat16 if arithmetic == "bf16" else torch.float32
+    loss = LanguageModelLoss(Decoder(model).to(dtype))
+    x_BTD = torch.randn(1, num_tokens, model.hidden_size).to(dtype).requires_grad_()
+    monkeypatch.setattr(loss.decoder, "hidden_states", lambda *args, **kwargs: x_BTD)
+    tokens_BT = torch.randint(model.vocab_size, (1, num_tokens))
+    documents_BT = torch.zeros(1, num_tokens, dtype=torch.int32)
+
+    def forward() -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=arithmetic == "autocast"):
+            return loss(tokens_BT, tokens_BT, documents_BT, documents_BT)
+
+    most, _, total = _peak(forward)
+    if model.final_softcap is not None:  # without a cap, all gradients are made in the forward pass
+        most, _, _ = _peak(total.backward)
+    head_gradient = model.vocab_size * model.hidden_size * dtype.itemsize
+    expected = head_gradient + loss_bytes(model, rows=1, sequence_length=num_tokens, arithmetic=arithmetic)
+    assert most == pytest.approx(expected, rel=0.06)
