@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 
+from planning.allocations import peak
 from shardline.models.config import DecoderConfig
 from shardline.models.decoder import Decoder
 from shardline.planning.activations import Arithmetic
@@ -34,18 +33,6 @@ MODELS = {
 }
 
 
-def _peak(run: Callable[[], object]) -> tuple[int, int, object]:
-    """(most bytes at once, bytes left, result) of what `run` allocates."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        result = run()
-    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
-    now = most = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        now += event.nbytes()
-        most = max(most, now)
-    return most, now, result
-
-
 @pytest.mark.parametrize("arithmetic", ["fp32", "bf16", "autocast"])
 @pytest.mark.parametrize("num_tokens", [512, 1024])
 @pytest.mark.parametrize("name", sorted(MODELS))
@@ -62,9 +49,9 @@ def test_the_peak_is_what_the_loss_allocates(name: str, num_tokens: int, arithme
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=arithmetic == "autocast"):
             return loss(tokens_BT, tokens_BT, documents_BT, documents_BT)
 
-    most, _, total = _peak(forward)
+    most, _, total = peak(forward)
     if model.final_softcap is not None:  # without a cap, all gradients are made in the forward pass
-        most, _, _ = _peak(total.backward)
+        most, _, _ = peak(total.backward)
     head_gradient = model.vocab_size * model.hidden_size * dtype.itemsize
     expected = head_gradient + loss_bytes(model, rows=1, sequence_length=num_tokens, arithmetic=arithmetic)
     assert most == pytest.approx(expected, rel=0.06)

@@ -20,7 +20,14 @@ from shardline.planning.parameters import count_parameters
 if TYPE_CHECKING:
     from shardline.models.config import DecoderConfig
 
-__all__ = ["Arithmetic", "layer_bytes", "layer_working_bytes", "outer_bytes", "wide_tensors"]
+__all__ = [
+    "Arithmetic",
+    "layer_backward_bytes",
+    "layer_bytes",
+    "layer_forward_bytes",
+    "outer_bytes",
+    "wide_tensors",
+]
 
 Arithmetic = Literal["fp32", "bf16", "autocast"]
 _FP32, _BF16, _INT64 = 4, 2, 8
@@ -100,29 +107,40 @@ def outer_bytes(model: DecoderConfig, *, rows: int, sequence_length: int, arithm
     return total + tokens * per_token
 
 
-def layer_working_bytes(
+def layer_forward_bytes(
     model: DecoderConfig, *, layer: int, rows: int, sequence_length: int, arithmetic: Arithmetic
 ) -> int:
-    """Returns the bytes of gradients in flight while one layer runs backward: the feed-forward's, or attention's if
-    larger.
+    """Returns by how much the last layer's forward pass exceeds what it saves in the end: ALiBi's bias, in fp32 before
+    it is masked and cast, when the feed-forward's tensors are not there yet.
+    """
+    if model.position != "alibi":
+        return 0
+    bias = model.num_heads * sequence_length**2 * _FP32
+    masked = 0 if arithmetic == "fp32" else rows * bias
+    return max(0, bias + masked - _inner_of_layer(model, layer, rows * sequence_length, arithmetic))
 
-    Feed-forward: those of its output and input, and of each inner tensor (gate, act(gate), up and product; up and
-    act(up) without a gate). In a mixture one expert runs at a time, on its even share B T k / E of the tokens: how
-    uneven the routes are is not known here. Capped scores are no fused kernel: gradients of weights (in fp32 too),
-    scores and tanh, B N T T each.
+
+def layer_backward_bytes(
+    model: DecoderConfig, *, layer: int, rows: int, sequence_length: int, arithmetic: Arithmetic
+) -> int:
+    """Returns by how much one layer's backward pass exceeds what the forward passes saved; as it goes on, it frees.
+
+    Feed-forward: the gradients of its output, of the widest inner tensor and of the last matrix; those that follow
+    take the place of saved tensors. In a mixture three of the output's size (the experts' inputs are summed in turn)
+    and one expert's, on its even share B T k / E of the tokens: how uneven the routes are is not known here. Capped
+    scores are no fused kernel: their gradients, when the feed-forward's tensors are gone.
     """
     element, tokens = _element(arithmetic), rows * sequence_length
-    per_token = 2 * model.hidden_size
-    inner = 4 if model.gated else 2
+    hidden = model.hidden_size
     if model.routes(layer):
-        expert_tokens = tokens * model.experts_per_token / model.num_experts
-        inner_elements = expert_tokens * (2 * model.hidden_size + inner * model.expert_size)
+        expert_tokens = tokens * model.experts_per_token // model.num_experts
+        elements = 3 * tokens * hidden + expert_tokens * (hidden + model.expert_size) + hidden * model.expert_size
     else:
-        inner_elements = tokens * inner * model.intermediate_size
-    feedforward = int(tokens * per_token + inner_elements) * element
+        elements = tokens * (hidden + model.intermediate_size) + hidden * model.intermediate_size
     if model.attention_softcap is None:
-        return feedforward
-    return max(feedforward, tokens * sequence_length * model.num_heads * (2 * element + _FP32))
+        return elements * element
+    scores = tokens * sequence_length * model.num_heads * (2 * _FP32 if arithmetic == "fp32" else _FP32 + _BF16)
+    return max(elements * element, scores - _inner_of_layer(model, layer, tokens, arithmetic))
 
 
 def wide_tensors(
@@ -134,11 +152,9 @@ def wide_tensors(
     element, tokens = _element(arithmetic), rows * sequence_length
     if model.routes(layer):
         block = tokens * model.experts_per_token * model.expert_size * element // model.num_experts
-        total = tokens * model.experts_per_token * _inner_bytes(model, model.expert_size, arithmetic)
     else:
         block = tokens * model.intermediate_size * element
-        total = tokens * _inner_bytes(model, model.intermediate_size, arithmetic)
-    groups = [(block, total)]
+    groups = [(block, _inner_of_layer(model, layer, tokens, arithmetic))]
     scores = tokens * sequence_length * model.num_heads
     if model.attention_softcap is not None:
         groups.append((scores * element, scores * _capped_score_bytes(arithmetic)))
@@ -188,6 +204,12 @@ def _inner_bytes(model: DecoderConfig, size: int, arithmetic: Arithmetic) -> int
     """Gate, act(gate), up and their product, or up and act(up); relu's backward reads its output, not its input."""
     num_tensors = (4 if model.gated else 2) - (model.activation == "relu")
     return num_tensors * size * _element(arithmetic)
+
+
+def _inner_of_layer(model: DecoderConfig, layer: int, tokens: int, arithmetic: Arithmetic) -> int:
+    if model.routes(layer):
+        return tokens * model.experts_per_token * _inner_bytes(model, model.expert_size, arithmetic)
+    return tokens * _inner_bytes(model, model.intermediate_size, arithmetic)
 
 
 def _attention_bytes(

@@ -6,7 +6,8 @@
 A run has moments of large use, and the peak is the largest of them; the parts returned are those of that moment:
 
     build      the whole model on every rank, before it is sharded
-    loss       weights, optimizer state, gradients that are already there, all activations, logits
+    forward    weights, optimizer state, gradients that are already there, all activations, what the last layer frees
+    loss       the same with the head's gradient and the logits instead
     backward   the same with one layer's gradients in flight instead of the logits
     optimizer  weights, optimizer state and all gradients, as backward reaches the embedding; the fused AdamW that
                follows needs no more
@@ -25,8 +26,9 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from shardline.planning.activations import (
     Arithmetic,
+    layer_backward_bytes,
     layer_bytes,
-    layer_working_bytes,
+    layer_forward_bytes,
     outer_bytes,
     wide_tensors,
 )
@@ -39,7 +41,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PARTS", "MemoryPrediction", "Phase", "predict"]
 
-Phase = Literal["build", "loss", "backward", "optimizer", "save"]
+Phase = Literal["build", "forward", "loss", "backward", "optimizer", "save"]
 PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "communication", "allocator", "runtime")
 
 _FP32, _BF16 = 4, 2
@@ -53,8 +55,8 @@ _RUNTIME_BYTES = 375 << 20
 # allocates and frees four times in a step (gathered, gather buffer, gradients, reduce buffer); without FSDP2, another
 # one where gradients outlive a micro-batch and lie amid the activations of the next.
 _KEPT_BLOCK_BYTES = 32 << 20
-_KEPT_OF_ACTIVATIONS = 0.3
-_KEPT_OF_ACTIVATIONS_SHARDED = 0.1
+_KEPT_OF_ACTIVATIONS = 0.35
+_KEPT_OF_ACTIVATIONS_SHARDED = 0.2
 _KEPT_OF_PARAMETERS_SHARDED = 2.5
 _KEPT_OF_PARAMETERS_ACCUMULATING = 1.0  # one process
 _KEPT_OF_PARAMETERS_ACCUMULATING_DDP = 2.0
@@ -128,7 +130,8 @@ class _Sizes:
     layer: int
     gathered_element: int  # bytes of a gathered parameter
     activations: int
-    layer_in_flight: int
+    in_forward: int
+    in_backward: int
     loss: int
     allocator: int
 
@@ -161,7 +164,8 @@ class _Sizes:
             layer=_FP32 * max(layer.total for layer in count.layers),
             gathered_element=_BF16 if arithmetic == "bf16" else _FP32,
             activations=activations + outer_bytes(model, **shape),
-            layer_in_flight=max(layer_working_bytes(model, layer=layer, **shape) for layer in layers),
+            in_forward=layer_forward_bytes(model, layer=layers[-1], **shape),
+            in_backward=max(layer_backward_bytes(model, layer=layer, **shape) for layer in layers),
             loss=loss_bytes(model, **shape),
             allocator=_kept_by_allocator(
                 model,
@@ -182,10 +186,12 @@ class _Sizes:
 def _moment(sizes: _Sizes, phase: Phase) -> MemoryPrediction:
     weights, gradients, communication = _sharded(sizes, phase) if sizes.sharded else _replicated(sizes, phase)
     activations = logits = 0
+    if phase == "forward":
+        activations = sizes.activations + sizes.in_forward
     if phase == "loss":
         activations, logits = sizes.activations, sizes.loss
     if phase == "backward":
-        activations = sizes.activations + sizes.layer_in_flight
+        activations = sizes.activations + sizes.in_backward
     return MemoryPrediction(
         phase=phase,
         weights_bytes=weights,
@@ -205,6 +211,8 @@ def _replicated(sizes: _Sizes, phase: Phase) -> tuple[int, int, int]:
     gradients = buckets or (sizes.full if sizes.accumulates else 0)
     if phase == "build":
         return sizes.full, buckets, 0
+    if phase == "forward":
+        return sizes.full, gradients, 0
     if phase in ("loss", "backward"):
         return sizes.full, gradients + sizes.head, 0  # the loss makes the head's gradient in its forward pass
     if phase == "optimizer":
@@ -220,8 +228,8 @@ def _sharded(sizes: _Sizes, phase: Phase) -> tuple[int, int, int]:
     if phase == "build":
         return shard, 0, sizes.full
     kept = shard if sizes.accumulates else 0
-    if phase == "loss":
-        head = sizes.gathered(sizes.head)
+    if phase in ("forward", "loss"):
+        head = sizes.gathered(sizes.head) if phase == "loss" else 0
         return shard, kept + head, sizes.gathered(sizes.full) if sizes.keeps_parameters else root
     if phase == "backward":
         # One layer computes while the next is gathered (through a flat buffer) and the last is reduced (the same).
