@@ -93,8 +93,8 @@ def collectives(world: World, config: RunConfig, cache: Path) -> dict[str, int]:
 
 
 def train_family(world: World, config: RunConfig, cache: Path, model: DecoderConfig) -> dict[str, Any]:
-    """Trains a decoder of any family; returns its losses, the gradients of the first step, and how often an expert
-    ran on no token at all.
+    """Trains a decoder of any family; returns its losses and gradient norms, the gradients of the first step (after
+    clipping), and how often an expert ran on no token at all.
     """
     decoder = Decoder(model)
     decoder.initialize(seed=config.train.seed)
@@ -116,5 +116,10 @@ def train_family(world: World, config: RunConfig, cache: Path, model: DecoderCon
         if isinstance(module, MixtureOfExperts):
             for expert in module.experts:
                 expert.register_forward_hook(count)
-    losses = [trainer.train_step().loss for _ in range(config.train.steps)]
-    return {"loss": losses, "gradients": gradients, "idle_experts": int(world.sum(torch.tensor([float(idle)])).item())}
+    steps = [trainer.train_step() for _ in range(config.train.steps)]
+    return {
+        "loss": [step.loss for step in steps],
+        "grad_norm": [step.grad_norm for step in steps],
+        "gradients": gradients,
+        "idle_experts": int(world.sum(torch.tensor([float(idle)])).item()),
+    }

@@ -85,7 +85,8 @@ def test_experts_without_a_token_break_nothing(zero, small, workers, cache):
 
 
 def compare(actual: dict[str, Any], expected: dict[str, Any]) -> None:
-    np.testing.assert_allclose(actual["loss"], expected["loss"], rtol=1e-5, atol=0)
+    for name in ("loss", "grad_norm"):
+        np.testing.assert_allclose(actual[name], expected[name], rtol=1e-5, atol=0, err_msg=name)
     assert actual["gradients"].keys() == expected["gradients"].keys()
     # A key's bias without rope moves all scores of a query alike: its gradient is zero but for rounding.
     floor = 1e-3 * max(np.abs(gradient).max() for gradient in expected["gradients"].values())
