@@ -155,6 +155,15 @@ def test_a_rope_field_that_is_not_understood_is_an_error(key):
         read_model_config({**raw, "rope_parameters": {**raw["rope_parameters"], key: 2.0}})
 
 
+@pytest.mark.parametrize(
+    ("name", "key"), [("llama", "rope_theta"), ("gemma3", "rope_theta"), ("gemma3", "rope_local_base_freq")]
+)
+def test_styles_that_disagree_are_an_error(name, key):
+    raw = json.loads(json.dumps(write_model_config(read_model_config(new_style(name)), dtype="float32")))
+    with pytest.raises(UsageError, match="describes the rope twice"):
+        read_model_config({**raw, key: raw[key] + 1})
+
+
 def test_unknown_keys_that_say_nothing_about_the_mathematics_are_carried_through():
     raw = {**new_style("qwen3"), "my_note": {"a": [1, 2]}}
     assert write_model_config(read_model_config(raw), dtype="float32")["my_note"] == {"a": [1, 2]}

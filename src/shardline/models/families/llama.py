@@ -130,13 +130,11 @@ def _write_gemma2(config: DecoderConfig) -> dict[str, Any]:
 
 def _read_gemma3(raw: dict[str, Any]) -> dict[str, Any]:
     """Two ropes, nested by layer type in the new spelling, in keys of their own in the old one."""
-    nested = raw.get("rope_parameters") or {}
-    if set(nested) & {"full_attention", "sliding_attention"}:
-        whole = read_rope({"rope_parameters": nested.get("full_attention")}, theta=1e6)
-        local = read_rope({"rope_parameters": nested.get("sliding_attention")})
-    else:
-        whole = read_rope(raw, theta=1e6)
-        local = read_rope({"rope_theta": raw.get("rope_local_base_freq", 10000.0)})
+    new = raw.get("rope_parameters") or {}
+    nested = new if set(new) & {"full_attention", "sliding_attention"} else {"full_attention": new}
+    whole = read_rope({**raw, "rope_parameters": nested.get("full_attention")}, theta=1e6)
+    theta = raw.get("rope_local_base_freq")
+    local = read_rope({"rope_parameters": nested.get("sliding_attention"), "rope_theta": theta})
     return _read_gemma2(raw) | {"rope": whole, "local_rope": local}
 
 
