@@ -11,6 +11,7 @@ mark of their own memory (VmHWM). The prediction is what `shardline plan` would 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import gc
 import importlib
 import json
@@ -28,6 +29,24 @@ from shardline.models.config import DecoderConfig, RopeConfig
 from shardline.models.presets import preset
 
 GIB = 1 << 30
+
+
+def _small(name: str) -> DecoderConfig:
+    """The preset's architecture, about the size of `34m`."""
+    model = preset(name)
+    return dataclasses.replace(
+        model,
+        vocab_size=8192,
+        hidden_size=384,
+        intermediate_size=1536,
+        expert_size=512 if model.num_experts else 0,
+        num_layers=8,
+        num_heads=6,
+        num_kv_heads=6 if model.num_kv_heads == model.num_heads else 2,
+        head_dim=64,
+        sliding_windows=model.sliding_windows[:8],
+    )
+
 
 MODELS: dict[str, DecoderConfig] = {
     "tiny": preset("tiny"),
@@ -55,6 +74,7 @@ MODELS: dict[str, DecoderConfig] = {
         qk_norm=True,
         tie_word_embeddings=True,
     ),
+    **{name: _small(name) for name in ("gemma-2-2b", "bloom-560m", "gpt2", "mixtral-8x7b")},
 }
 
 
@@ -108,6 +128,12 @@ CASES = [
     Case(model="smollm2-135m", processes=2, zero=0, micro_batch=1, accumulation=2, sequence_length=256),
     Case(model="34m", processes=1, zero=0, precision="bf16"),
     Case(model="34m", processes=2, zero=2, precision="bf16"),
+    Case(model="gemma-2-2b", processes=1, zero=0),
+    Case(model="gemma-2-2b", processes=1, zero=0, precision="bf16"),
+    Case(model="bloom-560m", processes=1, zero=0),
+    Case(model="gpt2", processes=1, zero=0),
+    Case(model="mixtral-8x7b", processes=1, zero=0),
+    Case(model="mixtral-8x7b", processes=2, zero=3),
 ]
 
 

@@ -36,7 +36,10 @@ def config_page() -> str:
     lines += ["|---|---|---|---|---|---|---|"]
     for name in preset_names():
         model = preset(name)
-        count = f"{count_parameters(model).total:,}"
+        parameters = count_parameters(model)
+        count = f"{parameters.total:,}"
+        if parameters.active != parameters.total:
+            count += f" ({parameters.active:,} active)"
         shape = f"{model.num_layers} | {model.hidden_size} | {model.num_heads} / {model.num_kv_heads}"
         lines.append(f"| `{name}` | {model.family} | {count} | {shape} | {model.max_position_embeddings:,} |")
     return "\n".join(lines) + "\n"

@@ -41,6 +41,14 @@ def test_closed_form_counts_every_part(name: str) -> None:
     assert count.head == (0 if config.tie_word_embeddings else sum(p.numel() for p in model.lm_head.parameters()))
 
 
+@pytest.mark.parametrize("name", sorted(name for name in MODELS if not MODELS[name].num_experts))
+def test_matrix_products_are_the_linears_and_the_head(name: str) -> None:
+    model = _on_meta(MODELS[name])
+    linears = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear))
+    tied = model.model.embed_tokens.weight.numel() if model.config.tie_word_embeddings else 0
+    assert matmul_parameters(model.config) == linears + tied
+
+
 @pytest.mark.parametrize("name", ["mixtral", "qwen3-moe"])
 def test_active_parameters_leave_out_the_experts_not_taken(name: str) -> None:
     config = MODELS[name]

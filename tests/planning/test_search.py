@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -153,6 +154,17 @@ def test_the_verb(capsys: pytest.CaptureFixture[str]) -> None:
     assert "256 tokens" in output
     assert "chosen: ZeRO-" in output
     assert max(map(len, output.splitlines()[1:6])) <= 80
+
+
+@pytest.mark.parametrize("name", ["gemma-2-27b", "bloom-176b", "glm-4-32b-0414", "opt-66b", "mixtral-8x22b"])
+def test_the_verb_for_models_of_every_shape(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    began = time.perf_counter()
+    assert main(["plan", "--preset", name, "--nproc", "2"]) == 3
+    assert time.perf_counter() - began < 3
+    printed = capsys.readouterr()
+    assert "does not fit: " in printed.out
+    assert ("M active" in printed.out) == ("mixtral" in name)
+    assert "The least that this model trains in is " in printed.err
 
 
 def test_the_verb_when_nothing_fits_or_makes_sense(capsys: pytest.CaptureFixture[str]) -> None:

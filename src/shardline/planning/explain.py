@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardline import __version__
 from shardline.planning.memory import PARTS
+from shardline.planning.parameters import count_parameters
 from shardline.planning.search import GIB, Candidate, Plan
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ def plan_lines(plan: Plan) -> list[str]:
     """Returns sentences: what is planned, and why the choice and not each other one."""
     run, machine = plan.run, plan.machine
     lines = [
-        f"{plan.num_parameters / 1e6:,.1f} M parameters, {run.train.precision}, {_processes(plan.num_processes)}, "
+        f"{_parameters(plan)}, {run.train.precision}, {_processes(plan.num_processes)}, "
         f"{run.train.global_batch} rows of {run.data.sequence_length} tokens a step; "
         f"{machine.memory_available_bytes / GIB:.1f} GiB available = {plan.budget_bytes / GIB:.1f} GiB per process"
     ]
@@ -72,6 +73,12 @@ def plan_lines(plan: Plan) -> list[str]:
         lines.append(f"chosen: {plan.chosen.name}: {plan.chosen.reason}")
     lines += [f"why not {layout.name}: {layout.reason}" for layout in _shown(plan) if layout is not plan.chosen]
     return lines
+
+
+def _parameters(plan: Plan) -> str:
+    count = count_parameters(plan.model)
+    text = f"{count.total / 1e6:,.1f} M parameters"
+    return text if count.active == count.total else f"{text} ({count.active / 1e6:,.1f} M active)"
 
 
 def _processes(count: int) -> str:
@@ -89,6 +96,7 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
         "fits": plan.chosen is not None,
         "verdict": f"{main.name}: {main.reason}",
         "num_parameters": plan.num_parameters,
+        "num_active_parameters": count_parameters(plan.model).active,
         "num_processes": plan.num_processes,
         "budget_gib": plan.budget_bytes / GIB,
         **_layout_json(main),
