@@ -87,7 +87,6 @@ PUBLISHED_PARAMETERS = {
     "opt-6.7b": 6_658_473_984,
     "opt-13b": 12_853_473_280,
     "opt-30b": 29_974_540_288,
-    "opt-66b": 65_719_701_504,
     "bloom-560m": 559_214_592,
     "bloom-1b1": 1_065_314_304,
     "bloom-1b7": 1_722_408_960,
@@ -96,17 +95,20 @@ PUBLISHED_PARAMETERS = {
     "bloom-176b": 176_247_271_424,
 }
 
+# Only "66B" is published: this follows from the shape in the paper's table 1, as the other sizes' counts do.
+PARAMETERS = {**PUBLISHED_PARAMETERS, "opt-66b": 65_719_701_504}
 
-@pytest.mark.parametrize("name", sorted(PUBLISHED_PARAMETERS))
+
+@pytest.mark.parametrize("name", sorted(PARAMETERS))
 def test_presets_have_the_published_parameter_counts(name: str) -> None:
     with torch.device("meta"):
         decoder = Decoder(preset(name))
-    assert sum(parameter.numel() for parameter in decoder.parameters()) == PUBLISHED_PARAMETERS[name]
-    assert count_parameters(preset(name)).total == PUBLISHED_PARAMETERS[name]
+    assert sum(parameter.numel() for parameter in decoder.parameters()) == PARAMETERS[name]
+    assert count_parameters(preset(name)).total == PARAMETERS[name]
 
 
 def test_every_preset_is_counted_and_every_family_has_one() -> None:
-    assert set(preset_names()) - {"tiny"} == set(PUBLISHED_PARAMETERS)
+    assert set(preset_names()) - {"tiny"} == set(PARAMETERS)
     assert {preset(name).family for name in preset_names()} == set(FAMILIES)
 
 
