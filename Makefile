@@ -26,9 +26,10 @@ format: $(READY)
 bench: $(READY)
 	$(BIN)/python bench/plan_memory.py
 
-# The generated pages of docs/: the config's keys and the verbs' help.
+# The generated pages of docs/: the config's keys, the verbs' help, and the table of families (from its tests, a minute).
 docs: $(READY)
 	$(BIN)/python docs/generate.py
+	$(BIN)/python docs/models_table.py
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -197,6 +197,18 @@ def test_missing_folder_and_missing_tensors(llama, tmp_path):
         save_folder(tmp_path / "out", config=read_config(llama), tensors=tensors)
 
 
+def test_a_tied_folder_may_hold_the_same_head_and_no_other(tmp_path):
+    save_oracle("llama-tied", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    head = tensors["model.embed_tokens.weight"].clone()
+    save_file({**tensors, "lm_head.weight": head}, tmp_path / "model.safetensors")
+    assert "lm_head.weight" not in load_tensors(tmp_path)
+    head[3, 5] += 1
+    save_file({**tensors, "lm_head.weight": head}, tmp_path / "model.safetensors")
+    with pytest.raises(ShardlineError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight"):
+        load_decoder(tmp_path)
+
+
 def test_shard_file_missing(llama, tmp_path):
     save_folder(tmp_path / "s", config=read_config(llama), tensors=load_tensors(llama), max_shard_bytes=60_000)
     shutil.copytree(tmp_path / "s", tmp_path / "t")

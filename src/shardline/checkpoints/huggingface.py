@@ -24,7 +24,7 @@ from torch import Tensor
 from shardline.config import ShardlineError, UsageError
 from shardline.models.config import DecoderConfig
 from shardline.models.decoder import Decoder
-from shardline.models.families import family_of, read_model_config, write_model_config
+from shardline.models.families import TensorRule, family_of, read_model_config, write_model_config
 from shardline.text.tokenizer import Tokenizer
 
 __all__ = [
@@ -69,6 +69,8 @@ def iter_tensors(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
     files = _weight_files(folder)
     names = {name: _full_name(name, rules) for name in files}
     _check_names(folder, set(rules), set(names.values()), config)
+    if config.tie_word_embeddings:
+        _check_tied_head(folder, files, rules, names)
     shapes = _file_shapes(config)
     for path in sorted(set(files.values())):
         try:
@@ -211,6 +213,26 @@ def _check_names(folder: Path, expected: set[str], found: set[str], config: Deco
             f"{folder}: {len(extra)} tensors are not part of a {config.family} model as config.json describes it, "
             f"the first is {extra[0]}."
         )
+
+
+def _check_tied_head(
+    folder: Path, files: Mapping[str, Path], rules: Mapping[str, TensorRule], names: Mapping[str, str]
+) -> None:
+    """A tied folder may hold its head again, but only the same: another one would be dropped in silence."""
+    heads = [stored for stored in files if stored == "lm_head.weight"]
+    embeddings = [
+        stored for stored, full in names.items() if full in rules and rules[full].ours == ("model.embed_tokens.weight",)
+    ]
+    for head in heads:
+        pair = []
+        for name in (head, *embeddings):
+            with safe_open(files[name], framework="pt") as archive:
+                pair.append(archive.get_tensor(name))
+        if not torch.equal(*pair):
+            raise ShardlineError(
+                f"{folder}: config.json says tie_word_embeddings = true, but {head} differs from {embeddings[0]}; set "
+                "it to false if the model was trained with a head of its own, or delete the tensor."
+            )
 
 
 def _write_weights(folder: Path, state: dict[str, Tensor], max_shard_bytes: int) -> None:
