@@ -60,7 +60,7 @@ _KEPT_OF_ACTIVATIONS_SHARDED = 0.2
 _KEPT_OF_PARAMETERS_SHARDED = 2.5
 _KEPT_OF_PARAMETERS_ACCUMULATING = 1.0  # one process
 _KEPT_OF_PARAMETERS_ACCUMULATING_DDP = 2.0
-# The benchmark's errors lie within this band.
+# All but one of the benchmark's errors lie within this band (docs/planning.md).
 _LOW, _HIGH = 0.9, 1.1
 
 
