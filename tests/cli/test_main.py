@@ -152,6 +152,28 @@ def test_the_first_failing_rank_is_named_and_ends_the_others(tmp_path):
     assert time.monotonic() - started < 30
 
 
+def test_a_crash_of_another_rank_is_shown_and_not_only_what_it_does_to_rank_0(tmp_path):
+    """Rank 1 raises in the middle of training; rank 0 then loses its peer, which alone would tell nothing."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os\n"
+        "if os.environ.get('RANK') == '1':\n"
+        "    from shardline.training import trainer\n"
+        "    original = trainer.Trainer.train_step\n"
+        "    def train_step(self):\n"
+        "        if self.step == 1: raise RuntimeError('rank one broke here')\n"
+        "        return original(self)\n"
+        "    trainer.Trainer.train_step = train_step\n"
+    )
+    (tmp_path / "text.txt").write_text("A line of text to learn from, number one.\n\n" * 400)
+    words = ["train", "--nproc", "2", "--data.source", str(tmp_path / "text.txt"), "--data.sequence_length", "64"]
+    words += ["--data.heldout_fraction", "0", "--train.steps", "5", "--run", str(tmp_path / "run")]
+    environment = {**os.environ, "SHARDLINE_CACHE": str(tmp_path / "cache"), "PYTHONPATH": str(tmp_path)}
+    done = run(*words, env=environment, timeout=120)
+    assert done.returncode == 1
+    assert "Rank 1 failed first (exit code 1)" in done.stderr
+    assert "RuntimeError: rank one broke here" in done.stderr
+
+
 def test_a_loss_that_is_not_finite_ends_the_run_before_the_weights_change(tmp_path):
     (tmp_path / "text.txt").write_text("A line of text to learn from, number one.\n\n" * 400)
     words = ["train", "--nproc", "2", "--parallel.zero", "2", "--optimizer.lr", "1e38", "--checkpoint.every", "1"]

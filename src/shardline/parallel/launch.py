@@ -21,7 +21,6 @@ __all__ = ["follow_launcher", "launch"]
 
 _LAUNCHER = "SHARDLINE_LAUNCHER_PID"
 _GRACE_S = 10.0
-_SAME_REASON_S = 0.5
 
 
 def launch(command: Sequence[str], *, num_processes: int, log_dir: Path) -> int:
@@ -55,13 +54,14 @@ def launch(command: Sequence[str], *, num_processes: int, log_dir: Path) -> int:
                 )
             )
         failed = _wait(ranks)
-    if failed is None:
-        return 0
-    code = ranks[failed].returncode
-    if failed > 0:
-        tail = _log(log_dir, failed).read_text(encoding="utf-8", errors="replace").splitlines()[-30:]
-        print(f"Rank {failed} failed first (exit code {code}); the end of {_log(log_dir, failed)}:", file=sys.stderr)
-        print("\n".join(tail), file=sys.stderr)
+        if failed is None:
+            return 0
+        code = ranks[failed].returncode
+        if failed > 0 and not _told_by_first(ranks, _log(log_dir, failed)):
+            print(
+                f"Rank {failed} failed first (exit code {code}); the end of {_log(log_dir, failed)}:", file=sys.stderr
+            )
+            print("\n".join(_tail(where)), file=sys.stderr)
     return code if code >= 0 else 128 - code
 
 
@@ -84,19 +84,29 @@ def _log(log_dir: Path, rank: int) -> Path:
 
 
 def _wait(ranks: list[subprocess.Popen[bytes]]) -> int | None:
-    """Returns the first rank that failed, or None when all succeeded.
-
-    When all ranks stop for the same reason, rank 0 is the one to name: it has told the user already.
-    """
+    """Returns the first rank that failed, or None when all succeeded."""
     while True:
         codes = [process.poll() for process in ranks]
         failed = [rank for rank, code in enumerate(codes) if code]
         if failed:
-            time.sleep(_SAME_REASON_S)
-            return 0 if ranks[0].poll() else failed[0]
+            return failed[0]
         if all(code == 0 for code in codes):
             return None
         time.sleep(0.05)
+
+
+def _told_by_first(ranks: list[subprocess.Popen[bytes]], log: Path) -> bool:
+            where = _log(log_dir, failed)
+            print(f"Rank {failed} failed first (exit code {code}); the end of {where}:", file=sys.stderr)
+    if not (_tail(log) or [""])[-1].startswith("shardline "):
+        return False
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        ranks[0].wait(_GRACE_S)
+    return bool(ranks[0].poll())
+
+
+def _tail(log: Path) -> list[str]:
+    return log.read_text(encoding="utf-8", errors="replace").splitlines()[-30:]
 
 
 def _stop(ranks: list[subprocess.Popen[bytes]]) -> None:

@@ -117,7 +117,9 @@ class _Loop:
         self._tokenizer = _load_tokenizer(config, architecture)
         rows, heldout = self._load_data()
         decoder = _build_decoder(config, architecture)
-        self._model_config = dataclasses.replace(decoder.config, **_special_ids(decoder.config, self._tokenizer))
+        self._model_config = decoder.config
+        if not config.model.path:  # a model that starts here takes its tokenizer's special ids
+            self._model_config = dataclasses.replace(decoder.config, **_special_ids(self._tokenizer))
         self._generation = read_generation_config(resolve(config.model.path)) if config.model.path else {}
         self._trainer = Trainer(config=config, world=world, decoder=decoder, rows=rows, heldout=heldout)
         self._before: float | None = None
@@ -299,10 +301,7 @@ def _build_decoder(config: RunConfig, architecture: DecoderConfig) -> Decoder:
     return decoder
 
 
-def _special_ids(config: DecoderConfig, tokenizer: Tokenizer) -> dict[str, Any]:
-    """A model that starts here takes its tokenizer's special ids; one from a folder keeps its own."""
-    if config.raw:
-        return {}
+def _special_ids(tokenizer: Tokenizer) -> dict[str, Any]:
     return {"bos_token_id": tokenizer.bos_token_id, "eos_token_ids": tokenizer.eos_token_ids, "pad_token_id": None}
 
 
