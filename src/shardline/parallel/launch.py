@@ -61,7 +61,7 @@ def launch(command: Sequence[str], *, num_processes: int, log_dir: Path) -> int:
             print(
                 f"Rank {failed} failed first (exit code {code}); the end of {_log(log_dir, failed)}:", file=sys.stderr
             )
-            print("\n".join(_tail(where)), file=sys.stderr)
+            print("\n".join(_tail(_log(log_dir, failed))), file=sys.stderr)
     return code if code >= 0 else 128 - code
 
 
@@ -96,8 +96,7 @@ def _wait(ranks: list[subprocess.Popen[bytes]]) -> int | None:
 
 
 def _told_by_first(ranks: list[subprocess.Popen[bytes]], log: Path) -> bool:
-            where = _log(log_dir, failed)
-            print(f"Rank {failed} failed first (exit code {code}); the end of {where}:", file=sys.stderr)
+    """Whether the failed rank stopped with a sentence for the user: rank 0 then stops with the same one."""
     if not (_tail(log) or [""])[-1].startswith("shardline "):
         return False
     with contextlib.suppress(subprocess.TimeoutExpired):
