@@ -97,7 +97,7 @@ def _wait(ranks: list[subprocess.Popen[bytes]]) -> int | None:
 
 def _told_by_first(ranks: list[subprocess.Popen[bytes]], log: Path) -> bool:
     """Whether the failed rank stopped with a sentence for the user: rank 0 then stops with the same one."""
-    if not (_tail(log) or [""])[-1].startswith("shardline "):
+    if not any(line.startswith("shardline ") for line in _tail(log)[-2:]):  # under --json an object comes with it
         return False
     with contextlib.suppress(subprocess.TimeoutExpired):
         ranks[0].wait(_GRACE_S)
