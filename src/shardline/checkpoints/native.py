@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
 
 from shardline.checkpoints.atomic import publish_folder
 from shardline.checkpoints.hub import resolve
 from shardline.config import ShardlineError, UsageError
+from shardline.parallel.shards import LoadShards, SaveShards, Shard
 from shardline.parallel.world import World
 
 __all__ = ["Checkpoint", "find_checkpoints", "find_model_folder", "load_state", "prune", "save_checkpoint"]
@@ -103,14 +103,14 @@ def save_checkpoint(
     folder: Path,
     *,
     step: int,
-    state: Mapping[str, Tensor],
+    state: Mapping[str, Shard],
     write_model: Callable[[Path], None],
     facts: Mapping[str, Any],
     world: World,
 ) -> Checkpoint:
     """Writes RUN/checkpoints/step-N. Every rank calls it and returns when the checkpoint is published.
 
-    state        this rank's tensors under layout-free names; DTensors are saved as shards, others once
+    state        this rank's shards under layout-free names; equal ones are written once
     write_model  writes the Hugging Face folder; called on every rank, since gathering shards takes all of them
     facts        what else the manifest says
     """
@@ -120,7 +120,7 @@ def save_checkpoint(
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir(parents=True)
     world.barrier()
-    dcp.save(dict(state), checkpoint_id=scratch / "state")
+    dcp.save(dict(state), checkpoint_id=scratch / "state", planner=SaveShards())
     write_model(scratch / "model")
     world.barrier()
     if world.is_first:
@@ -136,10 +136,10 @@ def save_checkpoint(
     return Checkpoint(step=step, path=target)
 
 
-def load_state(checkpoint: Checkpoint, state: Mapping[str, Tensor]) -> None:
+def load_state(checkpoint: Checkpoint, state: Mapping[str, Shard]) -> None:
     """Fills `state`'s tensors in place from a checkpoint of any layout; every rank calls it with its own tensors."""
     try:
-        dcp.load(dict(state), checkpoint_id=checkpoint.path / "state")
+        dcp.load(dict(state), checkpoint_id=checkpoint.path / "state", planner=LoadShards())
     except dcp.api.CheckpointException as error:
         first = str(next(iter(error.failures.values()))[0]) if error.failures else str(error)
         raise ShardlineError(f"{checkpoint.path} does not fit this run: {first}.") from None

@@ -20,6 +20,7 @@ __all__ = [
     "CheckpointConfig",
     "DataConfig",
     "ModelConfig",
+    "OffloadConfig",
     "OptimizerConfig",
     "ParallelConfig",
     "RunConfig",
@@ -65,7 +66,11 @@ class TrainConfig:
     steps: NonNegative = _field(200, "optimizer steps")
     global_batch: Positive = _field(8, "rows in one optimizer step, over all data ranks")
     micro_batch: Positive = _field(2, "rows in one forward pass on one rank")
-    precision: Literal["fp32", "bf16"] = _field("fp32", "fp32, or bf16 compute with fp32 master weights")
+    precision: Literal["fp32", "bf16", "bf16_pure", "fp16"] = _field(
+        "fp32",
+        "fp32; bf16 or fp16 compute with fp32 master weights (fp16 with loss scaling); bf16_pure: bf16 weights and "
+        "optimizer state with stochastic rounding",
+    )
     seed: NonNegative = _field(0, "seed of the weights and of the data order")
     eval_every: NonNegative = _field(50, "steps between held-out evaluations; 0 turns them off but the first and last")
     eval_rows: Positive = _field(8, "rows of held-out text in one evaluation")
@@ -89,17 +94,48 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class OffloadConfig:
+    optimizer: Literal["none", "cpu", "disk"] = _field(
+        "none", "where optimizer state lives: cpu (streamed from a GPU) or disk (memory-mapped files)"
+    )
+    params: Literal["none", "cpu"] = _field("none", "where ZeRO-3's parameter shards live between their uses")
+    optimizer_fraction: Annotated[float, Meta(gt=0, le=1)] = _field(
+        1.0, "share of the optimizer state that `offload.optimizer` moves"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
     data: Positive | Literal["auto"] = _field("auto", "data-parallel ranks; auto takes what is left of the processes")
     tensor: Positive = _field(1, "tensor-parallel ranks")
     pipeline: Positive = _field(1, "pipeline stages")
     zero: Literal[0, 1, 2, 3] = _field(0, "ZeRO stage: 1 shards optimizer state, 2 also gradients, 3 also parameters")
+    zero_group: Positive | Literal["auto"] = _field(
+        "auto", "data ranks that ZeRO-2 and 3 shard over; fewer than all: hybrid sharding, replicas of the shards"
+    )
+    sequence_parallel: bool = _field(False, "with tensor > 1: norms and the residual stream are cut along the sequence")
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble_v"] = _field(
+        "1f1b", "order of a pipeline's forward and backward passes"
+    )
+    virtual_stages: Positive | Literal["auto"] = _field(
+        "auto", "stages that one pipeline rank holds; auto: 2 for interleaved and zero_bubble_v, otherwise 1"
+    )
+    micro_batches: Positive | Literal["auto"] = _field(
+        "auto", "micro-batches that a data rank runs in a step; auto: what global_batch and micro_batch leave"
+    )
+    activation_checkpointing: Literal["none", "selective", "full"] = _field(
+        "none", "what backward recomputes: nothing, the cheap parts of each layer, or each layer whole"
+    )
+    offload: OffloadConfig = _section(OffloadConfig, "what lives outside the device's memory")
+    timeout_s: Positive = _field(600, "seconds after which a collective that a rank does not join ends the run")
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     every: NonNegative = _field(50, "steps between checkpoints; 0 saves only at the end")
     keep_last: Positive = _field(3, "checkpoints kept; older ones are deleted after a newer one is complete")
+    keep_every: NonNegative = _field(0, "checkpoints at multiples of this step are kept for good; 0: none")
+    asynchronous: bool = _field(False, "write in the background while training goes on; takes a copy of the state")
 
 
 @dataclass(frozen=True, kw_only=True)

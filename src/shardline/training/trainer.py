@@ -22,6 +22,7 @@ from shardline.config import RunConfig, ShardlineError
 from shardline.models.decoder import Decoder
 from shardline.parallel.data import clip_gradients, full_tensor, owned_state, parallelize
 from shardline.parallel.grid import Layout
+from shardline.parallel.shards import Shard
 from shardline.parallel.world import World
 from shardline.text.rows import Batch, PackedDataset
 from shardline.text.sampler import sample_rows
@@ -130,16 +131,16 @@ class Trainer:
         loss_sum, num_tokens = self._world.sum(totals).tolist()
         return loss_sum / num_tokens if num_tokens else None
 
-    def state(self) -> dict[str, Tensor]:
-        """Returns the tensors that a checkpoint holds, under names that no layout changes: live ones, to save or fill.
+    def state(self) -> dict[str, Shard]:
+        """Returns what a checkpoint holds, under names that no layout changes: live tensors, to save or fill.
 
         A rank returns what it holds: its shards under ZeRO-2 and 3, its own parameters' optimizer state under ZeRO-1.
         """
         names: dict[Tensor, str] = {parameter: name for name, parameter in self._decoder.named_parameters()}
-        state: dict[str, Tensor] = {f"model.{name}": parameter.detach() for parameter, name in names.items()}
+        state = {f"model.{name}": Shard.of(parameter) for parameter, name in names.items()}
         for parameter, values in owned_state(self._optimizer).items():
             for key, value in values.items():
-                state[f"optimizer.{names[parameter]}.{key}"] = value
+                state[f"optimizer.{names[parameter]}.{key}"] = Shard.of(value)
         return state
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
