@@ -30,7 +30,9 @@ def config_page() -> str:
             current = section
             lines += ["", f"## {section}: {sections[section]}", "", "| key | default | meaning |", "|---|---|---|"]
         default = list(field.default) if isinstance(field.default, tuple) else field.default
-        shown = "null" if default is None else str(default).lower() if isinstance(default, bool) else default
+        shown = str(default).lower() if isinstance(default, bool) else default
+        if default is None or default is dataclasses.MISSING:
+            shown = "null" if default is None else "required"
         lines.append(f"| `{name}` | `{shown}` | {field.metadata['doc']} |")
     lines += ["", "## Presets", "", "| name | family | parameters | layers | hidden | heads / kv heads | context |"]
     lines += ["|---|---|---|---|---|---|---|"]

@@ -8,7 +8,16 @@ import msgspec
 import pytest
 import yaml
 
-from shardline.config import RunConfig, UsageError, dump_config, iter_fields, json_schema, load_config
+from shardline.config import (
+    InfeasibleError,
+    ParameterGroupConfig,
+    RunConfig,
+    UsageError,
+    dump_config,
+    iter_fields,
+    json_schema,
+    load_config,
+)
 
 
 @pytest.fixture
@@ -57,9 +66,20 @@ FAULTS = {
     "train: {steps: 1}\ntrain: {steps: 2}\n": "run.yaml:2: train is set twice (first at",
     "train: {steps: 1\n": "run.yaml:2: this is not valid YAML",
     "- 1\n": "run.yaml:1: expected a mapping",
-    "optimizer: {name: adma}\n": "run.yaml:1: optimizer.name = 'adma': expected one of adamw.",
+    "optimizer: {name: adma}\n": "run.yaml:1: optimizer.name = 'adma': expected one of adamw, adafactor, muon",
     "optimizer: {betas: [0.9]}\n": "run.yaml:1: optimizer.betas = [0.9]: expected `array` of length 2, got 1.",
     "optimizer: {betas: [0.9, 1.0]}\n": "optimizer.betas = [0.9, 1.0] must each lie in [0, 1).",
+    "parallel: {offload: {optimizer: nvme}}\n": "parallel.offload.optimizer = 'nvme': expected one of none, cpu, disk.",
+    "parallel: {offload: {paramz: cpu}}\n": "unknown key 'parallel.offload.paramz'; did you mean 'params'?",
+    "optimizer:\n  groups:\n    - pattern: a\n    - pattern: b\n      lr_scal: 2\n": (
+        "run.yaml:5: unknown key 'optimizer.groups.1.lr_scal'; did you mean 'lr_scale'?"
+    ),
+    "optimizer:\n  groups:\n    - pattern: a\n      lr_scale: -1\n": (
+        "run.yaml:4: optimizer.groups.0.lr_scale = -1: expected `float` >= 0.0."
+    ),
+    "optimizer:\n  groups:\n    - lr_scale: 1\n": "run.yaml:3: optimizer.groups.0 = {'lr_scale': 1}: object missing",
+    "optimizer:\n  groups: [embed]\n": "run.yaml:2: optimizer.groups.0 is a section; write its keys below it",
+    "optimizer:\n  groups: 3\n": "run.yaml:2: optimizer.groups = 3: expected `array`, got `int`.",
     "train: {global_batch: 8, micro_batch: 3}\n": "train.global_batch = 8 is not a multiple of train.micro_batch = 3",
 }
 
@@ -114,6 +134,30 @@ def test_config_is_frozen_and_keyword_only():
     with pytest.raises(TypeError):
         RunConfig("positional")
     assert msgspec.to_builtins(config)["train"]["steps"] == config.train.steps
+
+
+def test_a_list_of_sections_is_read_and_written_whole(write):
+    text = "optimizer: {groups: [{pattern: '*norm*', lr_scale: 0.5}, {pattern: b, freeze: true}]}\n"
+    config = load_config(write(text))
+    assert config.optimizer.groups == (
+        ParameterGroupConfig(pattern="*norm*", lr_scale=0.5),
+        ParameterGroupConfig(pattern="b", freeze=True),
+    )
+    assert load_config(write(dump_config(config))) == config
+    assert yaml.safe_load(dump_config(config))["optimizer"]["groups"][1] == {
+        "pattern": "b",
+        "lr_scale": 1.0,
+        "weight_decay": None,
+        "freeze": True,
+    }
+
+
+def test_offloading_what_a_layout_keeps_whole_is_infeasible_and_names_what_works():
+    with pytest.raises(InfeasibleError, match=r"parallel.zero = 1 keeps whole parameters.*set parallel.zero to 3"):
+        load_config(None, ["--parallel.offload.params=cpu", "--parallel.zero=1"])
+    load_config(None, ["--parallel.offload.params=cpu", "--parallel.zero=3"])
+    with pytest.raises(InfeasibleError, match="has none worth moving"):
+        load_config(None, ["--parallel.offload.optimizer=disk", "--optimizer.name=adamw_8bit"])
 
 
 def test_a_section_given_in_part_is_written_whole():

@@ -35,6 +35,8 @@ def describe_overrides() -> str:
     """Returns the help text of every config key, with its default."""
     lines = ["config keys (set as --KEY VALUE; see also `shardline config show`):"]
     for name, field in iter_fields():
+        if "[]" in name:  # what stands in a list is set with the list
+            continue
         lines.append(f"  --{name:<27} {field.metadata['doc']} [{_shown(field.default)}]")
     return "\n".join(lines)
 

@@ -9,6 +9,7 @@ from shardline.config.schema import (
     OffloadConfig,
     OptimizerConfig,
     ParallelConfig,
+    ParameterGroupConfig,
     RunConfig,
     TrainConfig,
 )
@@ -21,6 +22,7 @@ __all__ = [
     "OffloadConfig",
     "OptimizerConfig",
     "ParallelConfig",
+    "ParameterGroupConfig",
     "RunConfig",
     "ShardlineError",
     "TrainConfig",

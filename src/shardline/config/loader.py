@@ -50,13 +50,15 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> RunCo
 
 def _complete(config: RunConfig) -> RunConfig:
     """msgspec leaves fields that were not given to the class, and would then not write them: set them all."""
-    sections = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    return RunConfig(
-        **{
-            name: dataclasses.replace(value) if dataclasses.is_dataclass(value) else value
-            for name, value in sections.items()
-        }
-    )
+    return _completed(config)
+
+
+def _completed(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_completed(each) for each in value)
+    if not dataclasses.is_dataclass(value):
+        return value
+    return type(value)(**{field.name: _completed(getattr(value, field.name)) for field in dataclasses.fields(value)})
 
 
 def parse_overrides(words: Sequence[str]) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -84,29 +86,32 @@ def dump_config(config: RunConfig) -> str:
 
 
 def iter_fields(section: type = RunConfig, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[Any]]]:
-    """Yields (dotted name, field) for every leaf of the config, in order."""
+    """Yields (dotted name, field) for every leaf of the config, in order; a list's elements as `list[].field`."""
     for field in dataclasses.fields(section):
         if dataclasses.is_dataclass(field.default_factory):
             yield from iter_fields(field.default_factory, f"{prefix}{field.name}.")  # type: ignore[arg-type]
         else:
             yield f"{prefix}{field.name}", field
+            if "element" in field.metadata:
+                yield from iter_fields(field.metadata["element"], f"{prefix}{field.name}[].")
 
 
 def json_schema() -> dict[str, Any]:
     """Returns a JSON schema of the config file, for editors: unknown keys are errors there too."""
     schema = msgspec.json.schema(RunConfig)
-    docs = {name: field.metadata["doc"] for name, field in iter_fields()}
-    sections = {field.name: field for field in dataclasses.fields(RunConfig)}
-    for name, field in sections.items():
-        owner = field.default_factory
-        if not dataclasses.is_dataclass(owner):
-            schema["$defs"]["RunConfig"]["properties"][name]["description"] = docs[name]
-            continue
-        for leaf, body in schema["$defs"][owner.__name__]["properties"].items():  # type: ignore[union-attr]
-            body["description"] = docs[f"{name}.{leaf}"]
+    _describe(schema["$defs"], RunConfig)
     for body in schema["$defs"].values():
         body["additionalProperties"] = False
     return json.loads(json.dumps(schema))
+
+
+def _describe(definitions: dict[str, Any], section: type) -> None:
+    for field in dataclasses.fields(section):
+        inner = field.metadata.get("element", field.default_factory)
+        if dataclasses.is_dataclass(inner):
+            _describe(definitions, inner)  # type: ignore[arg-type]
+        if not dataclasses.is_dataclass(field.default_factory):
+            definitions[section.__name__]["properties"][field.name]["description"] = field.metadata["doc"]
 
 
 def _read_yaml(path: Path, origin: Origin) -> dict[str, Any]:
@@ -132,6 +137,10 @@ def _read_yaml(path: Path, origin: Origin) -> dict[str, Any]:
 
 
 def _record_lines(node: yaml.Node | None, keys: tuple[str, ...], path: Path, origin: Origin) -> None:
+    if isinstance(node, yaml.SequenceNode):
+        for index, each in enumerate(node.value):
+            origin[(*keys, str(index))] = f"{path}:{each.start_mark.line + 1}"
+            _record_lines(each, (*keys, str(index)), path, origin)
     if not isinstance(node, yaml.MappingNode):
         return
     for key_node, value_node in node.value:
@@ -155,22 +164,35 @@ def _put(values: dict[str, Any], keys: tuple[str, ...], value: Any, origin: Orig
     values[keys[-1]] = value
 
 
+def _where(keys: tuple[str, ...], origin: Origin) -> str:
+    """Where a key stands, or else the nearest one around it."""
+    return next((origin[keys[:n]] for n in range(len(keys), 0, -1) if keys[:n] in origin), "config")
+
+
 def _reject_unknown_keys(values: dict[str, Any], section: type, origin: Origin, keys: tuple[str, ...] = ()) -> None:
     fields = {field.name: field for field in dataclasses.fields(section)}
     for key in list(values):
         here = (*keys, str(key))
-        where = origin.get(here, "config")
+        where = _where(here, origin)
         if key not in fields:
             name, close = ".".join(here), nearest(str(key), fields)
             raise UsageError(f"{where}: unknown key {name!r}{_elsewhere(str(key), close)}")
+        element = fields[key].metadata.get("element")
+        if element is not None and isinstance(values[key], list):
+            for index, each in enumerate(values[key]):
+                _reject_unknown_section(each, element, origin, (*here, str(index)))
         nested = fields[key].default_factory
         if not dataclasses.is_dataclass(nested):
             continue
         if values[key] is None:  # `train:` with nothing below it means the section's defaults
             values[key] = {}
-        if not isinstance(values[key], dict):
-            raise UsageError(f"{where}: {'.'.join(here)} is a section; write its keys below it, one a line.")
-        _reject_unknown_keys(values[key], nested, origin, here)  # type: ignore[arg-type]
+        _reject_unknown_section(values[key], nested, origin, here)  # type: ignore[arg-type]
+
+
+def _reject_unknown_section(values: Any, section: type, origin: Origin, keys: tuple[str, ...]) -> None:
+    if not isinstance(values, dict):
+        raise UsageError(f"{_where(keys, origin)}: {'.'.join(keys)} is a section; write its keys below it, one a line.")
+    _reject_unknown_keys(values, section, origin, keys)
 
 
 def _elsewhere(key: str, close: str) -> str:
@@ -181,11 +203,14 @@ def _elsewhere(key: str, close: str) -> str:
 
 def _locate(message: str, values: dict[str, Any], origin: Origin) -> str:
     text, _, path = message.partition(" - at `$")
-    keys = tuple(re.findall(r"\.(\w+)", path))
-    where = next((origin[keys[:n]] for n in range(len(keys), 0, -1) if keys[:n] in origin), "config")
+    keys = tuple(key or index for key, index in re.findall(r"\.(\w+)|\[(\d+)\]", path))
+    where = _where(keys, origin)
     value: Any = values
     for key in keys:
-        value = value.get(key) if isinstance(value, dict) else None
+        if isinstance(value, list):
+            value = value[int(key)]
+        else:
+            value = value.get(key) if isinstance(value, dict) else None
     name = ".".join(keys)
     choices = _choices(name)
     expected = f"expected one of {choices}" if choices else f"{text[:1].lower()}{text[1:]}"
@@ -204,5 +229,7 @@ def _choices(name: str) -> str:
 
 
 def _section_of(name: str) -> type:
-    section = next(f for f in dataclasses.fields(RunConfig) if f.name == name.partition(".")[0])
-    return section.default_factory  # type: ignore[return-value]
+    section: Any = RunConfig
+    for key in name.split(".")[:-1]:
+        section = next(f for f in dataclasses.fields(section) if f.name == key).default_factory
+    return section

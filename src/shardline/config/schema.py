@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from shardline.config.errors import UsageError
+from shardline.config.errors import InfeasibleError, UsageError
 
 __all__ = [
     "CheckpointConfig",
@@ -23,6 +23,7 @@ __all__ = [
     "OffloadConfig",
     "OptimizerConfig",
     "ParallelConfig",
+    "ParameterGroupConfig",
     "RunConfig",
     "TrainConfig",
     "validate",
@@ -39,6 +40,14 @@ def _field(default: Any, doc: str) -> Any:
 
 def _section(section: type, doc: str) -> Any:
     return dataclasses.field(default_factory=section, metadata={"doc": doc})
+
+
+def _required(doc: str) -> Any:
+    return dataclasses.field(metadata={"doc": doc})
+
+
+def _list_of(section: type, doc: str) -> Any:
+    return dataclasses.field(default=(), metadata={"doc": doc, "element": section})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,11 +87,34 @@ class TrainConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ParameterGroupConfig:
+    """What holds for parameters of one kind of name, in place of the optimizer's own values."""
+
+    pattern: str = _required("shell pattern on parameter names, as *.embed_tokens.*; the first that matches counts")
+    lr_scale: NonNegativeFloat = _field(1.0, "factor on the learning rate")
+    weight_decay: NonNegativeFloat | None = _field(None, "decoupled weight decay; null: the optimizer's rule")
+    freeze: bool = _field(False, "leave them as they are: no gradient, no optimizer state")
+
+
+@dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    name: Literal["adamw"] = _field("adamw", "optimizer")
+    name: Literal["adamw", "adafactor", "muon", "adamw_8bit"] = _field(
+        "adamw",
+        "optimizer; muon steps the hidden matrices and AdamW the rest; adamw_8bit needs the torchao package",
+    )
     lr: NonNegativeFloat = _field(3.0e-4, "peak learning rate")
     betas: tuple[float, float] = _field((0.9, 0.95), "decay of the first and second moment")
     eps: NonNegativeFloat = _field(1.0e-8, "AdamW's epsilon")
+    muon_lr: NonNegativeFloat | None = _field(None, "muon: peak learning rate of the hidden matrices; null: lr")
+    momentum: Annotated[float, Meta(ge=0, lt=1)] = _field(0.95, "muon: Nesterov momentum")
+    adjust_lr_fn: Literal["match_rms_adamw", "original"] = _field(
+        "match_rms_adamw",
+        "muon: how a matrix's shape scales its rate; match_rms_adamw: as large as AdamW's lr; original: about 0.02",
+    )
+    beta2_decay: Annotated[float, Meta(lt=0)] = _field(-0.8, "adafactor: exponent of the second moment's decay")
+    groups: tuple[ParameterGroupConfig, ...] = _list_of(
+        ParameterGroupConfig, "parameter groups by name, with their own learning rate, decay, or frozen"
+    )
     weight_decay: NonNegativeFloat = _field(0.1, "decoupled weight decay, of matrices only")
     clip: NonNegativeFloat = _field(1.0, "largest global gradient norm; 0 turns clipping off")
     schedule: Literal["cosine", "wsd", "constant"] = _field(
@@ -152,8 +184,8 @@ class RunConfig:
 
 
 def validate(config: RunConfig) -> None:
-    """Raises `UsageError` where fields contradict one another, whatever the number of processes."""
-    train, optimizer = config.train, config.optimizer
+    """Raises `UsageError` or `InfeasibleError` where fields contradict one another, however many processes run."""
+    train, optimizer, parallel = config.train, config.optimizer, config.parallel
     if train.global_batch % train.micro_batch:
         raise UsageError(
             f"train.global_batch = {train.global_batch} is not a multiple of train.micro_batch = {train.micro_batch}; "
@@ -161,3 +193,15 @@ def validate(config: RunConfig) -> None:
         )
     if any(not 0 <= beta < 1 for beta in optimizer.betas):
         raise UsageError(f"optimizer.betas = {list(optimizer.betas)} must each lie in [0, 1).")
+    if parallel.offload.params == "cpu" and parallel.zero != 3:
+        raise InfeasibleError(
+            f"parallel.offload.params = cpu moves the shards that ZeRO-3 gathers layer by layer, but parallel.zero = "
+            f"{parallel.zero} keeps whole parameters on the device; set parallel.zero to 3 (one data rank will do), or "
+            "parallel.offload.optimizer to cpu instead."
+        )
+    if optimizer.name == "adamw_8bit" and parallel.offload.optimizer != "none":
+        raise InfeasibleError(
+            f"parallel.offload.optimizer = {parallel.offload.optimizer} moves fp32 state, and optimizer.name = "
+            "adamw_8bit has none worth moving (2 bytes a parameter); set optimizer.name to adamw, or "
+            "parallel.offload.optimizer to none."
+        )
