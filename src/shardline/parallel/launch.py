@@ -1,7 +1,8 @@
 """Our own local launcher: starts N processes on this machine as torchrun would, and watches them.
 
 It sets torchrun's variables, so that the program below does not know who started it. Rank 0 writes to our
-terminal, the others to their log. The first rank that fails ends the rest, and its exit code becomes ours.
+terminal, the others to their log. The first rank that fails ends the rest, and its exit code becomes ours; what it
+said, on whichever rank, is printed once and in full.
 """
 
 from __future__ import annotations
@@ -17,18 +18,24 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from shardline.parallel.failure import Failure, find_failures, read_failure
+from shardline.parallel.heartbeat import read_beat
+
 __all__ = ["follow_launcher", "launch"]
 
 _LAUNCHER = "SHARDLINE_LAUNCHER_PID"
 _GRACE_S = 10.0
+_TELL_S = 3.0
 
 
 def launch(command: Sequence[str], *, num_processes: int, log_dir: Path) -> int:
     """Runs `python -m shardline COMMAND...` in `num_processes` ranks and returns the exit code.
 
-    Each rank gets its share of the cores as threads unless OMP_NUM_THREADS is set.
+    Each rank gets its share of the cores as threads unless OMP_NUM_THREADS is set. Raises the `ShardlineError` that
+    ended the run when another rank than 0, which has our terminal, was the one to tell it.
     """
     log_dir.mkdir(parents=True, exist_ok=True)
+    earlier = find_failures(log_dir)
     environment = {
         "OMP_NUM_THREADS": str(max(1, _num_cores() // num_processes)),
         **os.environ,
@@ -57,12 +64,22 @@ def launch(command: Sequence[str], *, num_processes: int, log_dir: Path) -> int:
         if failed is None:
             return 0
         code = ranks[failed].returncode
-        if failed > 0 and not _told_by_first(ranks, _log(log_dir, failed)):
-            print(
-                f"Rank {failed} failed first (exit code {code}); the end of {_log(log_dir, failed)}:", file=sys.stderr
-            )
-            print("\n".join(_tail(_log(log_dir, failed))), file=sys.stderr)
-    return code if code >= 0 else 128 - code
+        if code < 0:
+            _let_others_tell(ranks)
+        told = not find_failures(log_dir) - earlier and failed > 0 and _told_by_first(ranks, _log(log_dir, failed))
+    exit_code = code if code >= 0 else 128 - code
+    failure = next((read_failure(path) for path in find_failures(log_dir) - earlier), None)
+    if failure is not None:
+        _pass_on(failure, exit_code)
+    elif code < 0:
+        print(_killed(failed, ranks[failed], log_dir), file=sys.stderr)
+    elif failed > 0 and not told:
+        log = _log(log_dir, failed)
+        print(
+            "\n".join([f"Rank {failed} failed first (exit code {code}); the end of {log}:", *_tail(log)]),
+            file=sys.stderr,
+        )
+    return exit_code
 
 
 def follow_launcher() -> None:
@@ -93,6 +110,30 @@ def _wait(ranks: list[subprocess.Popen[bytes]]) -> int | None:
         if all(code == 0 for code in codes):
             return None
         time.sleep(0.05)
+
+
+def _let_others_tell(ranks: list[subprocess.Popen[bytes]]) -> None:
+    """A killed rank can say nothing; the others lose their connection to it, and then they know where it was."""
+    deadline = time.monotonic() + _TELL_S
+    while time.monotonic() < deadline and any(process.poll() is None for process in ranks):
+        time.sleep(0.05)
+
+
+def _pass_on(failure: Failure, exit_code: int) -> None:
+    """Prints what the first failing rank said, unless it was rank 0, which said it on our terminal."""
+    if failure.rank == 0:
+        return
+    if not failure.traceback:
+        error = failure.to_error()
+        error.exit_code = exit_code
+        raise error
+    print(f"Rank {failure.rank} failed first:\n{failure.traceback}", file=sys.stderr, end="")
+
+
+def _killed(rank: int, process: subprocess.Popen[bytes], log_dir: Path) -> str:
+    beat = read_beat(log_dir, rank)
+    seen = f"; it was in {beat.operation} of step {beat.step}" if beat and beat.pid == process.pid else ""
+    return f"Rank {rank} was killed by {signal.Signals(-process.returncode).name}{seen}."
 
 
 def _told_by_first(ranks: list[subprocess.Popen[bytes]], log: Path) -> bool:

@@ -13,7 +13,7 @@ import os
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -22,10 +22,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardline.config import ShardlineError, UsageError
+from shardline.parallel.heartbeat import Heartbeat
 
 __all__ = ["World", "read_environment", "start_world"]
 
 Result = TypeVar("Result")
+
+_START_S = 600  # what the slowest rank may take to arrive; from then on `limit_groups` rules
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +37,7 @@ class World:
     size: int
     local_rank: int
     device: torch.device
+    heartbeat: Heartbeat = field(compare=False)
 
     @property
     def is_first(self) -> bool:
@@ -49,7 +53,16 @@ class World:
 
     def barrier(self) -> None:
         """Waits for every rank."""
-        self.sum(torch.zeros(1))
+        self._reduce(torch.zeros(1), dist.ReduceOp.SUM, name="barrier")
+
+    def limit_groups(self, timeout_s: float) -> None:
+        """Makes every collective of every group that exists now fail once a rank keeps the others waiting this long.
+
+        A group made later, or made by torch for a mesh, starts out with torch's own limit, which is half an hour.
+        """
+        for group in list(dist.distributed_c10d._world.pg_map):
+            if group is not dist.GroupMember.NON_GROUP_MEMBER:
+                dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
 
     def first(self, act: Callable[[], Result]) -> Result:
         """Runs `act` on rank 0 alone and returns what it returned on every rank; its `ShardlineError` is raised on all.
@@ -62,14 +75,18 @@ class World:
                 answer[0] = act()
             except ShardlineError as error:
                 answer[1] = error
+        self.heartbeat.enter("waits for what rank 0 does alone")
         dist.broadcast_object_list(answer, src=0)
+        self.heartbeat.leave()
         if answer[1] is not None:
             raise answer[1]
         return answer[0]
 
-    def _reduce(self, values: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
+    def _reduce(self, values: Tensor, operation: dist.ReduceOp.RedOpType, *, name: str = "all-reduce") -> Tensor:
         total = values.detach().clone()
+        self.heartbeat.enter(name)
         dist.all_reduce(total, operation)
+        self.heartbeat.leave()
         return total
 
 
@@ -104,13 +121,15 @@ def start_world(*, store: dist.Store | None = None, rank: int = 0, size: int = 1
     if torch.cuda.is_available():
         device, backend = torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(minutes=10))
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=_START_S))
+    heartbeat = Heartbeat(rank=rank)
     try:
-        yield World(rank=rank, size=size, local_rank=local_rank, device=device)
+        yield World(rank=rank, size=size, local_rank=local_rank, device=device, heartbeat=heartbeat)
     except BaseException as error:
         traceback.clear_frames(error.__traceback__)  # an error's frames would keep the modules alive, see below
         raise
     finally:
+        heartbeat.close("ended")
         # Sharded modules hold the group in reference cycles. While one of them lives so do gloo's threads, and a thread
         # that meets the interpreter's end aborts the process: one run in four did.
         gc.collect()
