@@ -24,6 +24,7 @@ VERBS = {
     "doctor": "say what this machine has and what is wrong with it",
     "plan": "predict what fits on this machine, and choose a layout",
     "train": "train a model from a YAML config",
+    "launch": "write the submission file of a run on many machines",
     "verify": "check that the saved model, transformers and the serving engine agree",
     "inspect": "say what is in a model folder, and what of it breaks elsewhere",
     "serve": "serve a model folder over an OpenAI-compatible HTTP API",
