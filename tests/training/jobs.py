@@ -73,14 +73,14 @@ def max_weight_difference(world: World, config: RunConfig, cache: Path) -> float
     trainer = make_trainer(world, config, cache)
     for _ in range(config.train.steps):
         trainer.train_step()
-    flat = torch.cat([tensor.flatten() for _, tensor in trainer.full_parameters()])
+    flat = torch.cat([full_tensor(parameter).flatten() for parameter in trainer._decoder.parameters()])
     return (world.max(flat) + world.max(-flat)).abs().max().item()
 
 
 def parameter_dtypes(world: World, config: RunConfig, cache: Path) -> list[str]:
     trainer = make_trainer(world, config, cache)
     trainer.train_step()
-    return sorted({str(tensor.dtype) for _, tensor in trainer.full_parameters()})
+    return sorted({str(parameter.dtype) for parameter in trainer._decoder.parameters()})
 
 
 def collectives(world: World, config: RunConfig, cache: Path) -> dict[str, int]:

@@ -36,28 +36,23 @@ def run_job(world, config: RunConfig, cache: Path, resume: bool, steps: int) -> 
     return dataclasses.asdict(train(config, world=world, console=console, resume=resume))
 
 
-class _StopError(Exception):
-    pass
-
-
 def _train_until(steps: int, config, world, console):
-    """Stops a run right after the checkpoint of step `steps`, as a crash would."""
+    """Stops a run right after the checkpoint of step `steps`: the last rank gets SIGTERM, and all of them agree."""
     from shardline.training import run as module
 
     class Stopping(module._Loop):
         def _save(self) -> None:
             super()._save()
-            if self._trainer.step == steps:
-                raise _StopError
+            if self._trainer.step == steps and world.rank == world.size - 1:
+                os.kill(os.getpid(), signal.SIGTERM)
 
     original, module._Loop = module._Loop, Stopping
     try:
-        train(config, world=world, console=console)
-    except _StopError:
-        return module.TrainResult(**{field.name: None for field in dataclasses.fields(module.TrainResult)})
+        result = train(config, world=world, console=console)
     finally:
         module._Loop = original
-    raise AssertionError("the run was not stopped")
+    assert (result.step, result.stopped) == (steps, "SIGTERM")
+    return result
 
 
 def losses_of(run: str | Path) -> list[float]:

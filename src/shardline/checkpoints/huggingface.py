@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
+from shardline.checkpoints.weights import INDEX, WEIGHTS, WeightFiles
 from shardline.config import ShardlineError, UsageError
 from shardline.models.config import DecoderConfig
 from shardline.models.decoder import Decoder
@@ -28,15 +27,18 @@ from shardline.models.families import TensorRule, family_of, read_model_config, 
 from shardline.text.tokenizer import Tokenizer
 
 __all__ = [
+    "MAX_SHARD_BYTES",
     "iter_tensors",
     "load_decoder",
     "load_tensors",
     "read_config",
     "read_generation_config",
     "save_folder",
+    "write_descriptions",
 ]
 
-_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+MAX_SHARD_BYTES = 5 * 10**9
+
 _PREFIXES = ("model.", "transformer.")
 
 
@@ -109,7 +111,7 @@ def save_folder(
     tensors: Mapping[str, Tensor],
     tokenizer: Tokenizer | None = None,
     generation_config: Mapping[str, Any] | None = None,
-    max_shard_bytes: int = 5 * 10**9,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Writes a folder that transformers and the serving engines open directly.
 
@@ -120,16 +122,23 @@ def save_folder(
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    rules = list(family_of(config.family).tensors(config))
-    missing = sorted({name for rule in rules for name in rule.ours} - set(tensors))
-    if missing:
-        raise ShardlineError(f"Can't write {folder}: {len(missing)} tensors are missing, the first is {missing[0]}.")
-    state = {
-        rule.theirs: rule.op.save([tensors[name].detach() for name in rule.ours], config).contiguous() for rule in rules
-    }
-    _write_weights(folder, state, max_shard_bytes)
-    dtype = str(state[next(iter(state))].dtype).removeprefix("torch.")
-    _write_json(folder / "config.json", write_model_config(config, dtype=dtype))
+    files = WeightFiles.plan(config, tensors, max_shard_bytes=max_shard_bytes)
+    for name in files.names:
+        files.write(folder / name, lambda names: [tensors[name] for name in names])
+    write_descriptions(folder, files=files, tokenizer=tokenizer, generation_config=generation_config)
+
+
+def write_descriptions(
+    folder: Path,
+    *,
+    files: WeightFiles,
+    tokenizer: Tokenizer | None,
+    generation_config: Mapping[str, Any] | None,
+) -> None:
+    """Writes all of a folder but its weights: config, generation config, index, tokenizer."""
+    config = files.config
+    files.write_index(folder)
+    _write_json(folder / "config.json", write_model_config(config, dtype=files.dtype))
     _write_json(folder / "generation_config.json", _generation_config(config, generation_config))
     if tokenizer is not None:
         tokenizer.save(folder)
@@ -158,27 +167,27 @@ def _full_name(stored: str, known: Container[str]) -> str:
 
 def _weight_files(folder: Path) -> dict[str, Path]:
     """Returns {tensor name: file} from the index or the single file's header."""
-    if (folder / _INDEX).exists():
-        weight_map = _read_json(folder / _INDEX).get("weight_map")
+    if (folder / INDEX).exists():
+        weight_map = _read_json(folder / INDEX).get("weight_map")
         if not isinstance(weight_map, dict):
-            raise ShardlineError(f"{folder / _INDEX} has no weight_map; the folder is incomplete.")
+            raise ShardlineError(f"{folder / INDEX} has no weight_map; the folder is incomplete.")
         outside = [name for name in weight_map.values() if not isinstance(name, str) or Path(name).name != name]
         if outside:
-            raise ShardlineError(f"{folder / _INDEX} names the file {outside[0]!r}, which is not inside the folder.")
+            raise ShardlineError(f"{folder / INDEX} names the file {outside[0]!r}, which is not inside the folder.")
         files = {tensor: folder / name for tensor, name in weight_map.items()}
         for path in sorted(set(files.values())):
             held = _header(path)
             listed = {tensor for tensor, file in files.items() if file == path}
             if listed - held:
                 raise ShardlineError(
-                    f"{folder / _INDEX} says that {path.name} holds {min(listed - held)}, but it does not; "
+                    f"{folder / INDEX} says that {path.name} holds {min(listed - held)}, but it does not; "
                     "copy the folder again."
                 )
         return files
-    if (folder / _WEIGHTS).exists():
-        return dict.fromkeys(_header(folder / _WEIGHTS), folder / _WEIGHTS)
+    if (folder / WEIGHTS).exists():
+        return dict.fromkeys(_header(folder / WEIGHTS), folder / WEIGHTS)
     raise ShardlineError(
-        f"{folder} holds no {_WEIGHTS} and no {_INDEX}; if its weights are .bin files, save them as safetensors first."
+        f"{folder} holds no {WEIGHTS} and no {INDEX}; if its weights are .bin files, save them as safetensors first."
     )
 
 
@@ -233,21 +242,6 @@ def _check_tied_head(
                 f"{folder}: config.json says tie_word_embeddings = true, but {head} differs from {embeddings[0]}; set "
                 "it to false if the model was trained with a head of its own, or delete the tensor."
             )
-
-
-def _write_weights(folder: Path, state: dict[str, Tensor], max_shard_bytes: int) -> None:
-    split = split_torch_state_dict_into_shards(
-        state, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_bytes
-    )
-    for filename, names in split.filename_to_tensors.items():
-        path = folder / filename
-        path.touch()
-        mode = path.stat().st_mode  # as the umask has it; safetensors alone would leave 0600, for its writer only
-        save_file({name: state[name] for name in names}, path, metadata={"format": "pt"})
-        path.chmod(mode)
-    if split.is_sharded:
-        metadata = {"total_parameters": sum(tensor.numel() for tensor in state.values()), **split.metadata}
-        _write_json(folder / _INDEX, {"metadata": metadata, "weight_map": split.tensor_to_filename})
 
 
 def _generation_config(config: DecoderConfig, source: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -6,15 +6,21 @@
         model/             a Hugging Face folder
 
 A checkpoint is written as `.step-40.tmp`, flushed to disk, and renamed last: what is called `step-N` is complete.
+Each rank writes its shards, then reads from `state/` the tensors of the model's files that are dealt to it: no rank
+ever holds more of the model than one tensor beside its own shards. That takes one file system that all ranks see.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+import socket
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,14 +29,28 @@ import torch.distributed.checkpoint as dcp
 
 from shardline.checkpoints.atomic import publish_folder
 from shardline.checkpoints.hub import resolve
+from shardline.checkpoints.huggingface import MAX_SHARD_BYTES, write_descriptions
+from shardline.checkpoints.peers import Peers
+from shardline.checkpoints.sharded import StoredState
+from shardline.checkpoints.weights import WeightFiles
 from shardline.config import ShardlineError, UsageError
+from shardline.models.config import DecoderConfig
 from shardline.parallel.shards import LoadShards, SaveShards, Shard
-from shardline.parallel.world import World
+from shardline.text.tokenizer import Tokenizer
 
-__all__ = ["Checkpoint", "find_checkpoints", "find_model_folder", "load_state", "prune", "save_checkpoint"]
+__all__ = [
+    "Checkpoint",
+    "ModelFolder",
+    "find_checkpoints",
+    "find_model_folder",
+    "load_state",
+    "prune",
+    "save_checkpoint",
+]
 
 _NAME = re.compile(r"step-(\d+)")
 _MANIFEST = "manifest.json"
+_VISIBLE_WITHIN_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,41 +119,118 @@ def find_model_folder(path: str | Path) -> Path:
     raise UsageError(f"{path} is neither a model folder (config.json) nor a run with a checkpoint; pass one of them.")
 
 
+@dataclass(frozen=True, kw_only=True)
+class ModelFolder:
+    """What a checkpoint's Hugging Face folder holds beside the weights, which lie in `state/` as `model.NAME`."""
+
+    config: DecoderConfig
+    tokenizer: Tokenizer | None = None
+    generation_config: Mapping[str, Any] | None = None
+    max_shard_bytes: int = MAX_SHARD_BYTES
+
+    def write(self, folder: Path, stored: StoredState, peers: Peers) -> list[Path]:
+        """Writes this rank's share of the folder and returns the files; one tensor at a time is in memory."""
+        folder.mkdir(exist_ok=True)
+        files = WeightFiles.plan(self.config, stored.shapes("model."), max_shard_bytes=self.max_shard_bytes)
+        mine = [folder / name for name in files.names[peers.rank :: peers.size]]
+        for path in mine:
+            files.write(path, lambda names: [stored.read(f"model.{name}") for name in names])
+        if peers.rank == 0:
+            write_descriptions(folder, files=files, tokenizer=self.tokenizer, generation_config=self.generation_config)
+            mine += [path for path in folder.iterdir() if path.suffix != ".safetensors"]
+        return mine
+
+
 def save_checkpoint(
     folder: Path,
     *,
     step: int,
     state: Mapping[str, Shard],
-    write_model: Callable[[Path], None],
+    model: ModelFolder,
     facts: Mapping[str, Any],
-    world: World,
+    peers: Peers,
 ) -> Checkpoint:
     """Writes RUN/checkpoints/step-N. Every rank calls it and returns when the checkpoint is published.
 
-    state        this rank's shards under layout-free names; equal ones are written once
-    write_model  writes the Hugging Face folder; called on every rank, since gathering shards takes all of them
-    facts        what else the manifest says
+    state  this rank's shards under layout-free names; equal ones are written once
+    facts  what else the manifest says
+
+    Raises `ShardlineError` on every rank when one of them fails; what was written is removed, and older checkpoints
+    stay as they are.
     """
     target = folder / f"step-{step}"
     scratch = folder / f".{target.name}.tmp"
-    if world.is_first:
-        shutil.rmtree(scratch, ignore_errors=True)
-        scratch.mkdir(parents=True)
-    world.barrier()
-    dcp.save(dict(state), checkpoint_id=scratch / "state", planner=SaveShards())
-    write_model(scratch / "model")
-    world.barrier()
-    if world.is_first:
-        files = {
-            str(path.relative_to(scratch)): {"bytes": path.stat().st_size, "sha256": _sha256(path)}
-            for path in sorted(scratch.rglob("*"))
-            if path.is_file()
-        }
-        manifest = {**facts, "step": step, "files": files}
-        (scratch / _MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
-        publish_folder(scratch, target)
-    world.barrier()
+    try:
+        peers.first(lambda: _make_empty(scratch))
+        peers.each(lambda: _require_visible(scratch, written_by=0, peers=peers))
+        _write_state(scratch / "state", state, peers)
+        peers.each(lambda: _require_visible(scratch / "state" / ".metadata", written_by=0, peers=peers))
+        written = peers.each(lambda: _write_model(scratch, model, peers))
+        peers.first(lambda: _publish(scratch, target, step=step, facts=facts, written=written, peers=peers))
+    except ShardlineError as error:
+        if peers.rank == 0:
+            shutil.rmtree(scratch, ignore_errors=True)
+        older = find_checkpoints(folder)
+        rest = f"{older[-1].path} is whole: --resume goes on from it" if older else "No checkpoint is complete yet"
+        raise ShardlineError(f"The checkpoint of step {step} was not saved: {error}. {rest}.") from None
     return Checkpoint(step=step, path=target)
+
+
+def _make_empty(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
+def _require_visible(path: Path, *, written_by: int, peers: Peers) -> None:
+    """Raises `ShardlineError` when this rank does not see what another wrote: network file systems get some seconds."""
+    deadline = time.monotonic() + _VISIBLE_WITHIN_S
+    while not path.exists():
+        if time.monotonic() > deadline:
+            raise ShardlineError(
+                f"rank {peers.rank} ({socket.gethostname()}) can't see {path}, which rank {written_by} wrote; all "
+                "ranks must see the run directory on one file system: choose such a folder with --run"
+            )
+        with contextlib.suppress(OSError):  # listing a folder makes NFS look again
+            os.listdir(path.parent)
+        time.sleep(0.1)
+
+
+def _write_state(folder: Path, state: Mapping[str, Shard], peers: Peers) -> None:
+    try:
+        dcp.save(dict(state), checkpoint_id=folder, planner=SaveShards(), process_group=peers.group)
+    except dcp.api.CheckpointException as error:
+        rank, (first, _) = next(iter(error.failures.items()))
+        raise ShardlineError(f"rank {rank} could not write {folder}: {first}") from None
+
+
+def _write_model(scratch: Path, model: ModelFolder, peers: Peers) -> dict[str, dict[str, Any]]:
+    """Writes this rank's part of the model folder and returns the facts of all files that this rank has written."""
+    mine = model.write(scratch / "model", StoredState(scratch / "state"), peers)
+    mine += (scratch / "state").glob(f"__{peers.rank}_*.distcp")
+    if peers.rank == 0:
+        mine.append(scratch / "state" / ".metadata")
+    return {str(path.relative_to(scratch)): _facts(path) for path in mine}
+
+
+def _publish(
+    scratch: Path,
+    target: Path,
+    *,
+    step: int,
+    facts: Mapping[str, Any],
+    written: list[dict[str, dict[str, Any]]],
+    peers: Peers,
+) -> None:
+    files: dict[str, Any] = {}
+    for rank, theirs in enumerate(written):
+        for name in theirs:
+            _require_visible(scratch / name, written_by=rank, peers=peers)
+        files.update(theirs)
+    found = {str(path.relative_to(scratch)) for path in scratch.rglob("*") if path.is_file()}
+    assert found == set(files), f"files that no rank wrote: {found - set(files)}"
+    manifest = {**facts, "step": step, "files": dict(sorted(files.items()))}
+    (scratch / _MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+    publish_folder(scratch, target)
 
 
 def load_state(checkpoint: Checkpoint, state: Mapping[str, Shard]) -> None:
@@ -145,12 +242,18 @@ def load_state(checkpoint: Checkpoint, state: Mapping[str, Shard]) -> None:
         raise ShardlineError(f"{checkpoint.path} does not fit this run: {first}.") from None
 
 
-def prune(folder: Path, *, keep_last: int) -> None:
-    """Deletes all but the newest checkpoints, and what unfinished saves left."""
+def prune(folder: Path, *, keep_last: int, keep_every: int = 0) -> None:
+    """Deletes all but the newest checkpoints and those at multiples of `keep_every`, and what unfinished saves left."""
     for checkpoint in find_checkpoints(folder)[:-keep_last]:
-        shutil.rmtree(checkpoint.path)
+        if not keep_every or checkpoint.step % keep_every:
+            # Under another name first: a kill in mid-deletion must not leave half a checkpoint that looks whole.
+            checkpoint.path.rename(checkpoint.path.with_name(f".{checkpoint.path.name}.old"))
     for leftover in folder.glob(".step-*"):
         shutil.rmtree(leftover)
+
+
+def _facts(path: Path) -> dict[str, Any]:
+    return {"bytes": path.stat().st_size, "sha256": _sha256(path)}
 
 
 def _sha256(path: Path) -> str:

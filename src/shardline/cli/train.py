@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -56,8 +57,17 @@ def _train(args: argparse.Namespace, config: Any) -> dict[str, Any] | None:
     follow_launcher()
     console = make_console(json_mode=args.json)
     with start_world() as world:
-        result = train(config, world=world, console=console, resume=args.resume, require_fit=not args.ignore_plan)
+        result = train(
+            config,
+            world=world,
+            console=console,
+            resume=args.resume,
+            restarts=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+            require_fit=not args.ignore_plan,
+        )
+    # As a process that died of the signal: what is unfinished must not look done to a scheduler.
+    ending = {"exit_code": 128 + signal.Signals[result.stopped]} if result.stopped else {}
     if not world.is_first:
-        return None
+        return ending
     console.print(f"model: {result.model}\nreport: {result.report}")
-    return dataclasses.asdict(result)
+    return {**dataclasses.asdict(result), **ending}

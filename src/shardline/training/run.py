@@ -11,15 +11,15 @@ import math
 import os
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
 
 from shardline.checkpoints.hub import TOKENIZER_FILES, pin, resolve
-from shardline.checkpoints.huggingface import load_decoder, read_config, read_generation_config, save_folder
-from shardline.checkpoints.native import Checkpoint, load_state, prune, save_checkpoint
+from shardline.checkpoints.huggingface import load_decoder, read_config, read_generation_config
+from shardline.checkpoints.native import Checkpoint, ModelFolder, load_state, prune
+from shardline.checkpoints.saver import Saver
 from shardline.config import RunConfig, UsageError
 from shardline.config.cache import cache_dir
 from shardline.hardware.memory import peak_rss_bytes
@@ -28,6 +28,7 @@ from shardline.hardware.probe import probe
 from shardline.models.config import DecoderConfig
 from shardline.models.decoder import Decoder
 from shardline.models.presets import preset
+from shardline.parallel.failure import watch_ranks
 from shardline.parallel.grid import Layout
 from shardline.parallel.world import World
 from shardline.planning.flops import training_flops_per_token, utilisation
@@ -35,10 +36,11 @@ from shardline.planning.search import make_plan
 from shardline.text.dataset import prepare_dataset
 from shardline.text.rows import PackedDataset
 from shardline.text.tokenizer import Tokenizer, byte_tokenizer
+from shardline.training.interruption import SIGNALS, Interruption
 from shardline.training.progress import Progress
 from shardline.training.report import write_report
 from shardline.training.run_directory import RunDirectory, open_log
-from shardline.training.trainer import StepResult, Trainer
+from shardline.training.trainer import StepDeclined, StepResult, Trainer
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -46,11 +48,15 @@ if TYPE_CHECKING:
 __all__ = ["TrainResult", "model_config", "train"]
 
 _GIB = 2**30
+_GRACE_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainResult:
-    """What a run ended with. Losses are mean nats a token; memory is the fattest process's peak."""
+    """What a run ended with. Losses are mean nats a token; memory is the fattest process's peak.
+
+    stopped  the signal that ended it before its last step ("SIGTERM"); None for a run that is finished
+    """
 
     run: str
     step: int
@@ -62,6 +68,7 @@ class TrainResult:
     checkpoint: str | None
     model: str | None
     report: str
+    stopped: str | None
 
 
 def model_config(config: RunConfig) -> DecoderConfig:
@@ -75,9 +82,12 @@ def train(
     world: World,
     console: Console,
     resume: bool = False,
+    restarts: int = 0,
     require_fit: bool = True,
 ) -> TrainResult:
-    """Trains `config` to its last step and returns how it ended, the same on every rank.
+    """Trains `config` to its last step, or to a signal, and returns how it ended, the same on every rank.
+
+    restarts  how often whoever started the ranks has started them anew after a failure; such a run continues by itself
 
     Raises `InfeasibleError` before anything is allocated when the plan says that the layout does not fit, unless
     `require_fit` is False.
@@ -87,14 +97,17 @@ def train(
     architecture = model_config(config)
     _require_context(config, architecture)
     Layout.resolve(config.parallel, world_size=world.size).accumulation(config.train)
-    checkpoint = world.first(lambda: run.open(config, resume=resume))
+    checkpoint = world.first(lambda: run.open(config, resume=resume, restarts=restarts))
     log = open_log(run, rank=world.rank)
     log.info("rank %d of %d starts, process %d", world.rank, world.size, os.getpid())
     progress = Progress(console, steps=config.train.steps)
     plan = world.first(lambda: _plan(config, architecture, world, run, require_fit=require_fit))
     try:
-        loop = _Loop(config, world, run, checkpoint, progress, architecture)
-        return loop.run(predicted_memory_gib=plan)
+        with watch_ranks(world, run.path / "logs", timeout_s=config.parallel.timeout_s):
+            loop = _Loop(config, world, run, checkpoint, progress, architecture)
+            world.limit_groups(config.parallel.timeout_s)
+            with Interruption() as interruption:
+                return loop.run(interruption, predicted_memory_gib=plan)
     except BaseException:
         log.exception("rank %d stops", world.rank)
         raise
@@ -113,16 +126,25 @@ class _Loop:
         architecture: DecoderConfig,
     ) -> None:
         self._config, self._world, self._run, self._progress = config, world, run, progress
-        self._checkpoint = checkpoint
+        self._saver = Saver(
+            run.checkpoints,
+            world=world,
+            asynchronous=config.checkpoint.asynchronous,
+            published=self._published,
+            say=self._say,
+        )
+        self._saver.newest = checkpoint
         self._tokenizer = _load_tokenizer(config, architecture)
         rows, heldout = self._load_data()
         decoder = _build_decoder(config, architecture)
-        self._model_config = decoder.config
+        described = decoder.config
         if not config.model.path:  # a model that starts here takes its tokenizer's special ids
-            self._model_config = dataclasses.replace(decoder.config, **_special_ids(self._tokenizer))
-        self._generation = read_generation_config(resolve(config.model.path)) if config.model.path else {}
+            described = dataclasses.replace(described, **_special_ids(self._tokenizer))
+        generation = read_generation_config(resolve(config.model.path)) if config.model.path else {}
+        self._model = ModelFolder(config=described, tokenizer=self._tokenizer, generation_config=generation)
         self._trainer = Trainer(config=config, world=world, decoder=decoder, rows=rows, heldout=heldout)
         self._before: float | None = None
+        self._saved_step = checkpoint.step if checkpoint else None
         if checkpoint is not None:
             load_state(checkpoint, self._trainer.state())
             self._trainer.step = checkpoint.step
@@ -131,15 +153,34 @@ class _Loop:
         self._flops_per_token = training_flops_per_token(decoder.config, sequence_length=config.data.sequence_length)
         self._peak_flops = self._measure_peak()
 
-    def run(self, *, predicted_memory_gib: float) -> TrainResult:
+    def run(self, interruption: Interruption, *, predicted_memory_gib: float) -> TrainResult:
+        try:
+            return self._run_steps(interruption, predicted_memory_gib)
+        except Exception:
+            # A save in flight may be the newest; its own error, if any, is told but does not hide the first.
+            if (error := self._saver.abandon(within_s=_GRACE_S)) is not None:
+                self._say(str(error))
+            raise
+
+    def _run_steps(self, interruption: Interruption, predicted_memory_gib: float) -> TrainResult:
         config, trainer = self._config, self._trainer
         heldout = self._evaluate()
         if self._before is None:
             self._before = heldout
         row: dict[str, Any] = {}
+        stopped: str | None = None
         while trainer.step < config.train.steps:
             started = time.perf_counter()
-            result = trainer.train_step()
+            self._world.heartbeat.begin_step(trainer.step + 1)
+            self._world.heartbeat.mark("step")
+            try:
+                result = trainer.train_step(votes=(int(self._saver.failed), *interruption.votes))
+            except StepDeclined as declined:
+                failed, *signals = declined.reasons
+                if failed:
+                    self._saver.wait()  # raises why, on every rank
+                stopped = next(number.name for number, came in zip(SIGNALS, signals, strict=True) if came)
+                break
             step_s = time.perf_counter() - started
             last = trainer.step == config.train.steps
             if last or _due(trainer.step, config.train.eval_every):
@@ -150,8 +191,13 @@ class _Loop:
                 self._progress.step(row)
             if last or _due(trainer.step, config.checkpoint.every):
                 self._save()
+        self._world.heartbeat.mark("end")
+        if stopped is not None:
+            self._stop(stopped)
+        self._saver.wait()
         measured = self._peak_memory_gib()
         report = self._world.first(lambda: write_report(self._run.path))
+        newest = self._saver.newest
         return TrainResult(
             run=str(self._run.path),
             step=trainer.step,
@@ -160,9 +206,20 @@ class _Loop:
             heldout_loss_after=heldout,
             predicted_memory_gib=predicted_memory_gib,
             measured_memory_gib=measured,
-            checkpoint=str(self._checkpoint.path) if self._checkpoint else None,
-            model=str(self._checkpoint.model_folder) if self._checkpoint else None,
+            checkpoint=str(newest.path) if newest else None,
+            model=str(newest.model_folder) if newest else None,
             report=str(report),
+            stopped=stopped,
+        )
+
+    def _stop(self, name: str) -> None:
+        """Saves where a signal ended the run, unless that step is saved or being saved already."""
+        self._say(f"{name}: stopping after step {self._trainer.step}")
+        if self._saved_step != self._trainer.step:
+            self._save()
+        self._saver.wait()
+        self._say(
+            f"stopped by {name} after step {self._trainer.step} of {self._config.train.steps}; --resume continues"
         )
 
     def _load_data(self) -> tuple[PackedDataset, PackedDataset]:
@@ -187,45 +244,27 @@ class _Loop:
         return prepare_dataset(self._config.data, self._tokenizer, cache_dir=cache_dir())
 
     def _evaluate(self) -> float | None:
+        self._world.heartbeat.mark("evaluate")
         loss = self._trainer.evaluate()
         if loss is not None:
             self._say(f"held-out loss at step {self._trainer.step}: {loss:.4f}")
         return loss
 
     def _save(self) -> None:
-        """Publishes a checkpoint, refreshes the report, then drops what is too old."""
-        started = time.perf_counter()
+        self._world.heartbeat.mark("save")
         facts = {
             "config": msgspec.to_builtins(self._config),
             "layout": str(self._trainer.layout),
             "heldout_loss_before": self._before,
         }
-        self._checkpoint = save_checkpoint(
-            self._run.checkpoints,
-            step=self._trainer.step,
-            state=self._trainer.state(),
-            write_model=self._write_model,
-            facts=facts,
-            world=self._world,
-        )
-        self._say(f"saved {self._checkpoint.path} in {time.perf_counter() - started:.1f}s")
-        if self._world.is_first:
-            prune(self._run.checkpoints, keep_last=self._config.checkpoint.keep_last)
-            write_report(self._run.path)
+        self._saver.save(step=self._trainer.step, state=self._trainer.state(), model=self._model, facts=facts)
+        self._saved_step = self._trainer.step
 
-    def _write_model(self, folder: Path) -> None:
-        tensors = {}
-        for name, tensor in self._trainer.full_parameters():
-            if self._world.is_first:
-                tensors[name] = tensor
-        if self._world.is_first:
-            save_folder(
-                folder,
-                config=self._model_config,
-                tensors=tensors,
-                tokenizer=self._tokenizer,
-                generation_config=self._generation,
-            )
+    def _published(self, checkpoint: Checkpoint) -> None:
+        """Drops what is too old and refreshes the report, on rank 0, maybe in a background thread."""
+        keep = self._config.checkpoint
+        prune(self._run.checkpoints, keep_last=keep.keep_last, keep_every=keep.keep_every)
+        write_report(self._run.path)
 
     def _row(self, result: StepResult, *, step_s: float, heldout: float | None) -> dict[str, Any]:
         tokens = self._config.train.global_batch * self._config.data.sequence_length

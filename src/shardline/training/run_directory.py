@@ -12,6 +12,7 @@ A run that exists is only ever continued (`--resume`); nothing here overwrites o
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -51,13 +52,20 @@ class RunDirectory:
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
 
-    def open(self, config: RunConfig, *, resume: bool) -> Checkpoint | None:
+    def open(self, config: RunConfig, *, resume: bool, restarts: int = 0) -> Checkpoint | None:
         """Makes the folder ready and returns the checkpoint to continue from, verified; None for a start at step 0.
+
+        A launcher's restart (`restarts` > 0) continues the run that it has begun without being told to; but what its
+        first attempt was refused stays refused, or a restart would go on with somebody's finished run.
 
         Raises `UsageError` when the folder holds a run and `resume` is False, or when `config` changes what its
         steps mean.
         """
-        if not resume and (self.metrics.exists() or find_checkpoints(self.checkpoints)):
+        refused = self.path / ".refused"
+        goes_on = resume or (restarts > 0 and not refused.exists())
+        if not goes_on and (self.metrics.exists() or find_checkpoints(self.checkpoints)):
+            with contextlib.suppress(OSError):
+                refused.touch()
             raise UsageError(
                 f"{self.path} already holds a run; pass --resume to continue it, or choose another folder with --run."
             )
@@ -66,6 +74,7 @@ class RunDirectory:
         except OSError as error:
             reason = error.strerror
             raise UsageError(f"Can't write the run directory {self.path}: {reason}. Choose another --run.") from None
+        refused.unlink(missing_ok=True)
         found = find_checkpoints(self.checkpoints)
         checkpoint = found[-1] if found else None
         if checkpoint is not None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from shardline.config import RunConfig, ShardlineError
 from shardline.models.decoder import Decoder
-from shardline.parallel.data import clip_gradients, full_tensor, owned_state, parallelize
+from shardline.parallel.data import clip_gradients, owned_state, parallelize
 from shardline.parallel.grid import Layout
 from shardline.parallel.shards import Shard
 from shardline.parallel.world import World
@@ -29,7 +29,7 @@ from shardline.text.sampler import sample_rows
 from shardline.training.loss import IGNORED, LanguageModelLoss
 from shardline.training.optimizer import build_optimizer, learning_rate, set_learning_rate
 
-__all__ = ["StepResult", "Trainer"]
+__all__ = ["StepDeclined", "StepResult", "Trainer"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +47,14 @@ class StepResult:
     grad_norm: float
     learning_rate: float
     data_wait_s: float
+
+
+class StepDeclined(Exception):  # noqa: N818 - not an error: ranks agreed to stop here
+    """Some rank voted against beginning a step; `reasons` says for each of the votes whether any rank had it."""
+
+    def __init__(self, reasons: tuple[bool, ...]) -> None:
+        super().__init__(reasons)
+        self.reasons = reasons
 
 
 class Trainer:
@@ -81,12 +89,18 @@ class Trainer:
         )
         self._optimizer = build_optimizer(config.optimizer, self._ranks, self._decoder)
 
-    def train_step(self) -> StepResult:
-        """Runs one optimizer step; raises `ShardlineError`, before weights change, if loss or gradient isn't finite."""
+    def train_step(self, *, votes: Sequence[int] = ()) -> StepResult:
+        """Runs one optimizer step; raises `ShardlineError`, before weights change, if loss or gradient isn't finite.
+
+        votes  this rank's reasons not to begin the step, each 0 or 1. They travel with the count of tokens, and when
+               any rank has one, every rank raises `StepDeclined` before it computes anything.
+        """
         config, started = self._config, time.perf_counter()
         micro_batches = list(self._micro_batches())
-        counts = torch.tensor([float(sum(int((m.targets_BT != IGNORED).sum()) for m in micro_batches))])
-        num_tokens = self._world.sum(counts).item()
+        count = sum(int((m.targets_BT != IGNORED).sum()) for m in micro_batches)
+        num_tokens, *tally = self._world.sum(torch.tensor([count, *votes], dtype=torch.float64)).tolist()
+        if any(tally):
+            raise StepDeclined(tuple(map(bool, tally)))
         data_wait_s = time.perf_counter() - started
         if not num_tokens:
             raise ShardlineError(f"Step {self.step} holds no token to learn from; check data.source.")
@@ -142,11 +156,6 @@ class Trainer:
             for key, value in values.items():
                 state[f"optimizer.{names[parameter]}.{key}"] = Shard.of(value)
         return state
-
-    def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields (name, whole tensor on the CPU) one at a time; every rank must go through all of them."""
-        for name, parameter in self._decoder.named_parameters():
-            yield name, full_tensor(parameter)
 
     def _micro_batches(self) -> Iterator[Batch]:
         """This rank's share of the step's rows: micro-batch m of rank r is the (m * ranks + r)-th piece."""
