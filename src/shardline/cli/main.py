@@ -77,8 +77,8 @@ def _run(verb: str, module: object, args: argparse.Namespace) -> int:
         if args.json:
             print(json.dumps({"error": {"message": str(error), "exit_code": error.exit_code}}))
         return error.exit_code
-    except KeyboardInterrupt:
-        print(f"shardline {verb}: interrupted.", file=sys.stderr)
+    except KeyboardInterrupt as stop:
+        print(f"shardline {verb}: interrupted{f'; {stop}' if str(stop) else ''}.", file=sys.stderr)
         return 130
     except BrokenPipeError:  # `shardline ... | head` closed our output; that is not an error of ours
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -6,6 +6,9 @@
     torchrun --nproc-per-node 2 -m shardline train run.yaml
     torchrun --nproc-per-node 2 -m -- shardline train --run runs/two    # `--` keeps torchrun off our flags
 
+SIGTERM and SIGUSR1 make a run save after the step it is in and end with exit code 143 or 138. Restarted by torchrun
+(--max-restarts) it continues by itself.
+
 Every key of the config can be set as --section.field VALUE; `shardline config show` lists them.
 """
 
@@ -33,6 +36,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any] | None:
+    try:
+        return _run(args)
+    except KeyboardInterrupt:
+        if "SHARDLINE_LAUNCHER_PID" in os.environ:  # the launcher got the same Ctrl-C, and says it once for all
+            sys.exit(130)
+        raise KeyboardInterrupt("what was saved is whole; go on from the last checkpoint with --resume") from None
+
+
+def _run(args: argparse.Namespace) -> dict[str, Any] | None:
     config = load_config(args.file, args.overrides)
     launched = "WORLD_SIZE" in os.environ
     if args.nproc is not None and not launched:

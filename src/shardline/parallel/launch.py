@@ -26,6 +26,9 @@ __all__ = ["follow_launcher", "launch"]
 _LAUNCHER = "SHARDLINE_LAUNCHER_PID"
 _GRACE_S = 10.0
 _TELL_S = 3.0
+# Ranks save and end with 128 + the signal's number (training.interruption); that is no failure to report.
+_STOPPING = (signal.SIGTERM, signal.SIGUSR1)
+_STOPPED = tuple(128 + number for number in _STOPPING)
 
 
 def launch(command: Sequence[str], *, num_processes: int, log_dir: Path) -> int:
@@ -48,7 +51,8 @@ def launch(command: Sequence[str], *, num_processes: int, log_dir: Path) -> int:
     ranks: list[subprocess.Popen[bytes]] = []
     with contextlib.ExitStack() as stack:
         stack.callback(_stop, ranks)
-        stack.enter_context(_forward(signal.SIGTERM, ranks))
+        for number in _STOPPING:
+            stack.enter_context(_forward(number, ranks))
         for rank in range(num_processes):
             output = None if rank == 0 else stack.enter_context(_log(log_dir, rank).open("ab"))
             ranks.append(
@@ -64,6 +68,8 @@ def launch(command: Sequence[str], *, num_processes: int, log_dir: Path) -> int:
         if failed is None:
             return 0
         code = ranks[failed].returncode
+        if code in _STOPPED:
+            return code
         if code < 0:
             _let_others_tell(ranks)
         told = not find_failures(log_dir) - earlier and failed > 0 and _told_by_first(ranks, _log(log_dir, failed))
@@ -101,14 +107,14 @@ def _log(log_dir: Path, rank: int) -> Path:
 
 
 def _wait(ranks: list[subprocess.Popen[bytes]]) -> int | None:
-    """Returns the first rank that failed, or None when all succeeded."""
+    """Returns the first rank that failed, else one that a signal stopped, or None when all succeeded."""
     while True:
         codes = [process.poll() for process in ranks]
-        failed = [rank for rank, code in enumerate(codes) if code]
+        failed = [rank for rank, code in enumerate(codes) if code and code not in _STOPPED]
         if failed:
             return failed[0]
-        if all(code == 0 for code in codes):
-            return None
+        if None not in codes:
+            return next((rank for rank, code in enumerate(codes) if code), None)
         time.sleep(0.05)
 
 
@@ -153,6 +159,8 @@ def _stop(ranks: list[subprocess.Popen[bytes]]) -> None:
     running = [process for process in ranks if process.poll() is None]
     for process in running:
         process.terminate()
+        if hasattr(signal, "SIGCONT"):
+            process.send_signal(signal.SIGCONT)  # a stopped process takes no other signal
     deadline = time.monotonic() + _GRACE_S
     for process in running:
         try:
