@@ -14,11 +14,13 @@ import json
 import os
 import re
 import secrets
+import signal
 import socket
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["Failure", "HangError", "diagnose", "find_failures", "read_failure", "settle", "watch_ranks"]
 
 _SILENT_S = 3 * EVERY_S  # a rank whose heartbeat is older than this is stopped, gone, or cut off
+_FAILED = "failed"
 _EVIDENCE_S = _SILENT_S + EVERY_S  # how long a rank looks for the reason after its connection broke
 
 
@@ -84,6 +87,9 @@ def settle(error: Exception, *, heartbeat: Heartbeat, num_ranks: int) -> BaseExc
     folder = heartbeat.folder
     if folder is None or num_ranks == 1:
         return error
+    if threading.current_thread() is threading.main_thread():
+        # A launcher sends SIGTERM as soon as it sees the first rank die, and this process is about to end by itself.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     verdict: Exception = error
     if _is_collective_failure(error):
         explained = _await_evidence(error, folder, heartbeat, num_ranks)
@@ -138,62 +144,77 @@ def _is_collective_failure(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and bool(re.search(r"gloo|NCCL|TCPStore", str(error)))
 
 
-def diagnose(beats: Sequence[Beat | None], *, own: Beat, now: float, waited_s: float | None) -> str | None:
-    """Returns the sentence about the ranks that did not come, or None where the heartbeats accuse none.
+def diagnose(
+    beats: Sequence[Beat | None],
+    *,
+    own: Beat,
+    now: float,
+    waited_s: float | None,
+    alive: Collection[int] = (),
+    patient: bool = False,
+) -> str | None:
+    """Returns the sentences about the ranks that did not come, or None where the heartbeats accuse none.
 
-    `beats` are those of all ranks, in order, `now` the clock of `own`; `waited_s` is None for a connection that broke.
+    beats     those of all ranks, in order
+    now       the clock of `own`, the heartbeat of the rank whose collective failed, from when it did
+    waited_s  how long it waited; None for a connection that broke
+    alive     ranks whose heartbeat was seen to change, whatever their machine's clock says
+    patient   the other ranks have had the time to fail as well: one that still works is the one they waited for
     """
-    verb = "lost a connection" if waited_s is None else f"waited {waited_s:.0f} s"
-    head = f"Rank {own.rank} {verb} in {own.operation} of step {own.step}"
-    accused = _accused(beats, own=own, now=now, waited=waited_s is not None)
+    accused = _accused(beats, own=own, now=now, waited=waited_s is not None, alive=alive, patient=patient)
     if not accused:
         return None
-    names = f"rank{'s' if len(accused) > 1 else ''} {', '.join(str(rank) for rank in accused)}"
-    reasons = " ".join(f"Rank {rank}: {reason}." for rank, reason in accused.items())
-    return f"{head} for {names} to join. {reasons} The run goes on from its last checkpoint with --resume."
+    names = f"rank{'s' if len(accused) > 1 else ''} {', '.join(map(str, accused))}"
+    verb = f"waited {waited_s:.0f} s for" if waited_s is not None else "lost its connection to"
+    reasons = " ".join(f"Rank {rank} {reason}." for rank, reason in accused.items())
+    return (
+        f"Rank {own.rank} {verb} {names} in {_operation(own)}. {reasons} Continue from the last checkpoint: --resume."
+    )
 
 
-def _accused(beats: Sequence[Beat | None], *, own: Beat, now: float, waited: bool) -> dict[int, str]:
+def _accused(
+    beats: Sequence[Beat | None], *, own: Beat, now: float, waited: bool, alive: Collection[int], patient: bool
+) -> dict[int, str]:
     """Returns {rank: what is known of it} of the ranks with the plainest reason not to have come.
 
     Only a rank that `waited` may accuse one of being late: files are written a little after what they tell, so that
     while all runs well most ranks look behind.
     """
     others = {rank: beat for rank, beat in enumerate(beats) if rank != own.rank}
-    gone = {rank: reason for rank, beat in others.items() if beat and (reason := _process_trouble(beat, own.host))}
-    if gone:
-        return {rank: f"{reason}; {_last_seen(others[rank], now)}" for rank, reason in gone.items()}
-    silent = {rank: beat for rank, beat in others.items() if beat and now - beat.time > _SILENT_S}
-    if silent:
+    known = [beat for beat in others.values() if beat is not None]
+    if gone := {beat.rank: reason for beat in known if (reason := _process_trouble(beat, own.host, now))}:
+        return gone
+    if silent := [beat for beat in known if beat.rank not in alive and now - beat.time > _SILENT_S]:
         return {
-            rank: f"no heartbeat for {now - beat.time:.0f} s; {_last_seen(beat, now)}" for rank, beat in silent.items()
+            beat.rank: f"({_identity(beat)}) is silent for {now - beat.time:.0f} s; {_was(beat, now)}"
+            for beat in silent
         }
     if not waited:
         return {}
-    missing = [rank for rank, beat in others.items() if beat is None]
-    if missing:
-        return dict.fromkeys(missing, "no heartbeat since the run started")
-    behind = {
-        rank: beat
-        for rank, beat in others.items()
-        if beat and beat.count < own.count and beat.time > own.since + EVERY_S / 2
-    }
-    fewest = min((beat.count for beat in behind.values()), default=0)
-    return {
-        rank: f"alive, but behind; {_last_seen(beat, now)}" for rank, beat in behind.items() if beat.count == fewest
-    }
+    if missing := [rank for rank, beat in others.items() if beat is None]:
+        return dict.fromkeys(missing, "has sent no heartbeat since the run started")
+    late = [beat for beat in known if beat.count < own.count and beat.time > own.since + EVERY_S / 2]
+    fewest = min((beat.count for beat in late), default=0)
+    late = [beat for beat in late if beat.count == fewest]
+    if patient and not late:
+        late = [beat for beat in known if not beat.operation.startswith(_FAILED)]
+    return {beat.rank: f"({_identity(beat)}) is alive, but late; {_was(beat, now)}" for beat in late}
 
 
-def _last_seen(beat: Beat | None, now: float) -> str:
-    assert beat is not None
-    where = f" ({beat.where})" if beat.where else ""
-    return (
-        f"last seen on {beat.host}, process {beat.pid}, in {beat.operation} of step {beat.step} since "
-        f"{max(0.0, now - beat.since):.0f} s{where}"
-    )
+def _operation(beat: Beat) -> str:
+    return f"{beat.operation} of step {beat.step}" if beat.step else beat.operation
 
 
-def _process_trouble(beat: Beat, host: str) -> str:
+def _identity(beat: Beat) -> str:
+    return f"process {beat.pid} on {beat.host}"
+
+
+def _was(beat: Beat, now: float) -> str:
+    where = f", at {beat.where}" if beat.where else ""
+    return f"it was in {_operation(beat)}, since {max(0.0, now - beat.since):.0f} s{where}"
+
+
+def _process_trouble(beat: Beat, host: str, now: float) -> str:
     """Returns what the operating system knows of a rank on our own machine; empty where it runs, or runs elsewhere."""
     if beat.host != host:
         return ""
@@ -202,11 +223,11 @@ def _process_trouble(beat: Beat, host: str) -> str:
     try:
         status = psutil.Process(beat.pid).status()
     except psutil.NoSuchProcess:
-        return "its process is gone (killed, or out of memory)"
+        status = psutil.STATUS_DEAD
     if status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
-        return "its process is gone (killed, or out of memory)"
+        return f"({_identity(beat)}) is gone, killed or out of memory; {_was(beat, now)}"
     if status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
-        return "its process is stopped (a signal or a debugger holds it)"
+        return f"({_identity(beat)}) is stopped by a signal or a debugger; {_was(beat, now)}"
     return ""
 
 
@@ -214,25 +235,32 @@ def _await_evidence(error: Exception, folder: Path, heartbeat: Heartbeat, num_ra
     """Returns the explanation of a collective's failure, or None when another rank has told the reason already."""
     own = heartbeat.beat()
     waited_s = own.time - own.since if re.search("time", str(error), flags=re.IGNORECASE) else None
-    deadline = time.monotonic() + _EVIDENCE_S
+    heartbeat.mark(f"{_FAILED} in {own.operation}")
+    started = time.monotonic()
+    first = {rank: read_beat(folder, rank, run_id=heartbeat.run_id) for rank in range(num_ranks)}
     while True:
         if _failure_path(folder, heartbeat.run_id).exists():
             return None
+        elapsed_s = time.monotonic() - started
+        patient = elapsed_s > _EVIDENCE_S
         beats = [read_beat(folder, rank, run_id=heartbeat.run_id) for rank in range(num_ranks)]
-        found = diagnose(beats, own=own, now=time.time(), waited_s=waited_s)
+        alive = range(num_ranks)  # until a beat and a half has passed, and with it the chance to be seen
+        if elapsed_s > 1.5 * EVERY_S:
+            alive = [rank for rank, beat in enumerate(beats) if beat != first[rank]]
+        found = diagnose(beats, own=own, now=time.time(), waited_s=waited_s, alive=alive, patient=patient)
         if found is not None:
             return found
-        if time.monotonic() > deadline:
+        if patient:
             return _no_culprit(error, beats, own)
         time.sleep(0.1)
 
 
 def _no_culprit(error: Exception, beats: Sequence[Beat | None], own: Beat) -> str:
     now = time.time()
-    places = " ".join(f"Rank {beat.rank}: {_last_seen(beat, now)}." for beat in beats if beat and beat.rank != own.rank)
+    others = " ".join(f"Rank {beat.rank}: {_was(beat, now)}." for beat in beats if beat and beat.rank != own.rank)
     return (
-        f"Rank {own.rank} failed in {own.operation} of step {own.step} ({_first_line(error)}), and every other rank "
-        f"sends heartbeats: look at the network between the machines, and at what each was doing. {places}"
+        f"Rank {own.rank} failed in {_operation(own)} ({_first_line(error)}), though every other rank sends "
+        f"heartbeats; look at the network between the machines. {others}"
     )
 
 
@@ -272,4 +300,5 @@ def _tell_torchrun(path: Path, failure: Failure) -> None:
     """torchrun calls the rank with the oldest such file the root cause; the rank itself prints the words."""
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         message = f"rank {failure.rank} failed first; what it said is above, and in {path}"
-        Path(file).write_text(json.dumps({"message": message, "timestamp": int(time.time())}), encoding="utf-8")
+        record = {"message": message, "extraInfo": {"py_callstack": message, "timestamp": str(int(time.time()))}}
+        Path(file).write_text(json.dumps({"message": record}), encoding="utf-8")
