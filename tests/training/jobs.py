@@ -123,3 +123,13 @@ def train_family(world: World, config: RunConfig, cache: Path, model: DecoderCon
         "gradients": gradients,
         "idle_experts": int(world.sum(torch.tensor([float(idle)])).item()),
     }
+
+
+def state_geometry(world: World, config: RunConfig, cache: Path) -> dict[str, tuple[Any, ...]]:
+    """Returns (whole shape, offsets, local shape) of each tensor of the optimizer's state that this rank holds."""
+    trainer = make_trainer(world, config, cache)
+    return {
+        name.removeprefix("optimizer."): (shard.shape, shard.offsets, tuple(shard.local.shape))
+        for name, shard in trainer.state().items()
+        if name.startswith("optimizer.")
+    }

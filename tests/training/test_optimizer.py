@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from shardline.config import OptimizerConfig
+from shardline.config import OptimizerConfig, RunConfig
 from shardline.models.decoder import Decoder
 from shardline.parallel.data import clip_gradients, parallelize
 from shardline.parallel.grid import Layout
+from shardline.training.groups import assign_roles
 from shardline.training.optimizer import build_optimizer, learning_rate
 from training.jobs import small_model
 
@@ -57,7 +58,8 @@ def test_no_warm_up_starts_at_the_peak():
 def test_matrices_are_decayed_and_vectors_are_not():
     decoder = Decoder(small_model())
     ranks = parallelize(decoder, layers=[], layout=Layout(data=1), mesh=None, precision="fp32")
-    optimizer = build_optimizer(OptimizerConfig(weight_decay=0.3), ranks, decoder)
+    config = RunConfig(optimizer=OptimizerConfig(weight_decay=0.3))
+    optimizer = build_optimizer(config, ranks, decoder, roles=assign_roles(config.optimizer, decoder.config))
     decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
     assert len(decay) == len(list(decoder.parameters()))
     for name, parameter in decoder.named_parameters():

@@ -24,7 +24,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -34,7 +34,7 @@ from shardline.parallel.grid import Layout
 
 __all__ = ["DataParallel", "clip_gradients", "full_tensor", "owned_state", "parallelize"]
 
-Precision = Literal["fp32", "bf16"]
+Precision = Literal["fp32", "bf16", "bf16_pure", "fp16"]
 
 
 class DataParallel(Protocol):
@@ -68,8 +68,16 @@ def parallelize(
     layout: Layout,
     mesh: DeviceMesh,
     precision: Precision,
+    offload_parameters: bool = False,
 ) -> DataParallel:
-    """Returns `model` laid out; `layers` are the modules that ZeRO-2 and 3 gather one at a time."""
+    """Returns `model` laid out; `layers` are the modules that ZeRO-2 and 3 gather one at a time.
+
+    offload_parameters  ZeRO-3: shards, gradients and the optimizer's step are on the CPU; a layer comes up when used
+    """
+    if offload_parameters:
+        # Pinned memory is what a GPU copies from in the background; without one there is nothing to pin for.
+        policy = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+        return _Sharded(model, layers, mesh["data"], precision, keep_parameters=False, offload=policy)
     if layout.data == 1:
         return _Single(model, precision)
     if layout.zero <= 1:
@@ -138,13 +146,16 @@ class _Sharded:
         precision: Precision,
         *,
         keep_parameters: bool,
+        offload: OffloadPolicy | None = None,
     ) -> None:
         policy = MixedPrecisionPolicy()
-        if precision == "bf16":
-            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        if precision != "fp32":
+            compute = torch.float16 if precision == "fp16" else torch.bfloat16
+            policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
+        options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload or OffloadPolicy()}
         for layer in layers:
-            fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=not keep_parameters)
-        fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=not keep_parameters)
+            fully_shard(layer, reshard_after_forward=not keep_parameters, **options)
+        fully_shard(model, reshard_after_forward=not keep_parameters, **options)
         self.module = model
         self.num_ranks = mesh.size()
         self._keep_parameters = keep_parameters
@@ -170,10 +181,10 @@ class _Sharded:
 
 
 def _autocast(precision: Precision) -> AbstractContextManager[object]:
-    if precision == "fp32":
+    if precision in ("fp32", "bf16_pure"):
         return nullcontext()
     kind = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.autocast(kind, dtype=torch.bfloat16)
+    return torch.autocast(kind, dtype=torch.float16 if precision == "fp16" else torch.bfloat16)
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], *, max_norm: float) -> float:

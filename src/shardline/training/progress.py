@@ -30,10 +30,11 @@ class Progress:
             return
         self._last_print = now
         left_s = (self._steps - row["step"]) * self._mean_step_s
+        norm = "overflow, step left out" if row["grad_norm"] is None else f"{row['grad_norm']:.2f}"
         mfu = "" if row["mfu"] is None else f"  mfu {row['mfu']:.0%}"
         self._console.print(
             f"step {row['step']:>{len(str(self._steps))}}/{self._steps}  loss {row['loss']:.4f}  "
-            f"grad {row['grad_norm']:.2f}  lr {row['learning_rate']:.2e}  {row['tokens_per_s']:,.0f} tokens/s{mfu}  "
+            f"grad {norm}  lr {row['learning_rate']:.2e}  {row['tokens_per_s']:,.0f} tokens/s{mfu}  "
             f"memory {row['memory_gib']:.2f} GiB  ETA {format_duration(left_s)}"
         )
 

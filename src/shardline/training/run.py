@@ -281,6 +281,8 @@ class _Loop:
             "step_s": step_s,
             "data_wait_s": result.data_wait_s,
             "heldout_loss": heldout,
+            "loss_scale": result.loss_scale,
+            "num_skipped": result.num_skipped,
         }
 
     def _peak_memory_gib(self) -> float:

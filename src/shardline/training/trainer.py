@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -20,14 +21,16 @@ from torch import Tensor
 
 from shardline.config import RunConfig, ShardlineError
 from shardline.models.decoder import Decoder
-from shardline.parallel.data import clip_gradients, owned_state, parallelize
+from shardline.parallel.data import clip_gradients, parallelize
 from shardline.parallel.grid import Layout
 from shardline.parallel.shards import Shard
 from shardline.parallel.world import World
 from shardline.text.rows import Batch, PackedDataset
 from shardline.text.sampler import sample_rows
+from shardline.training.groups import assign_roles, freeze
 from shardline.training.loss import IGNORED, LanguageModelLoss
-from shardline.training.optimizer import build_optimizer, learning_rate, set_learning_rate
+from shardline.training.optimizer import begin_step, build_optimizer, learning_rate, optimizer_state
+from shardline.training.scaler import LossScaler
 
 __all__ = ["StepDeclined", "StepResult", "Trainer"]
 
@@ -38,15 +41,19 @@ class StepResult:
 
     loss        mean over the global batch's valid tokens, in nats
     num_tokens  valid tokens of the global batch
-    grad_norm   global gradient norm before clipping
+    grad_norm   global gradient norm before clipping; None: fp16 gradients overflowed and the step was left out
+    loss_scale  fp16's, of this step's backward pass; None in other precisions
+    num_skipped steps left out so far
     """
 
     step: int
     loss: float
     num_tokens: int
-    grad_norm: float
+    grad_norm: float | None
     learning_rate: float
     data_wait_s: float
+    loss_scale: float | None = None
+    num_skipped: int = 0
 
 
 class StepDeclined(Exception):  # noqa: N818 - not an error: ranks agreed to stop here
@@ -77,17 +84,32 @@ class Trainer:
         self._heldout = heldout
         self._num_micro_batches = self.layout.accumulation(config.train)
         self._decoder = decoder.to(world.device).train()
+        roles = assign_roles(config.optimizer, decoder.config)
+        freeze(self._decoder, roles)
+        if config.train.precision == "bf16_pure":
+            for parameter in self._decoder.parameters():
+                parameter.data = parameter.data.to(torch.bfloat16)
         if config.train.compile:
             for layer in self._decoder.model.layers:
                 layer.compile()
+        mesh = self.layout.mesh(world.device.type)
         self._ranks = parallelize(
             LanguageModelLoss(self._decoder),
             layers=self._decoder.model.layers,
             layout=self.layout,
-            mesh=self.layout.mesh(world.device.type),
+            mesh=mesh,
             precision=config.train.precision,
+            offload_parameters=config.parallel.offload.params == "cpu",
         )
-        self._optimizer = build_optimizer(config.optimizer, self._ranks, self._decoder)
+        self._optimizer = build_optimizer(
+            config,
+            self._ranks,
+            self._decoder,
+            roles=roles,
+            mesh=mesh,
+            folder=Path(config.run) / "offload" / f"rank-{world.rank}",
+        )
+        self._scaler = LossScaler() if config.train.precision == "fp16" else None
 
     def train_step(self, *, votes: Sequence[int] = ()) -> StepResult:
         """Runs one optimizer step; raises `ShardlineError`, before weights change, if loss or gradient isn't finite.
@@ -104,29 +126,36 @@ class Trainer:
         data_wait_s = time.perf_counter() - started
         if not num_tokens:
             raise ShardlineError(f"Step {self.step} holds no token to learn from; check data.source.")
+        loss_scale = self._scaler.scale if self._scaler is not None else None
         loss_sum = torch.zeros(1)
         for index, batch in enumerate(micro_batches):
             # Every layout averages gradients over its ranks; the loss is a sum over them.
-            scale = self._ranks.num_ranks / num_tokens
+            scale = self._ranks.num_ranks / num_tokens * (loss_scale or 1.0)
             with self._ranks.micro_batch(last=index == len(micro_batches) - 1):
                 part = self._ranks.module(*self._to_device(batch), scale)
-            (part * scale).backward()
-            loss_sum += part.detach().cpu()
+            (part.float() * scale).backward()
+            loss_sum += part.detach().float().cpu()
         loss = (self._world.sum(loss_sum) / num_tokens).item()
+        if self._scaler is not None:
+            self._scaler.unscale(self._decoder.parameters())
         grad_norm = clip_gradients(self._decoder.parameters(), max_norm=config.optimizer.clip)
-        self._require_finite(loss, grad_norm)
+        usable = self._scaler is None or self._scaler.update(finite=math.isfinite(grad_norm))
+        self._require_finite(loss, grad_norm if usable else 0.0)
         rate = learning_rate(config.optimizer, step=self.step, steps=config.train.steps)
-        set_learning_rate(self._optimizer, rate)
-        self._optimizer.step()
+        begin_step(self._optimizer, rate=rate, step=self.step)
+        if usable:
+            self._optimizer.step()
         self._optimizer.zero_grad()
         self.step += 1
         return StepResult(
             step=self.step,
             loss=loss,
             num_tokens=int(num_tokens),
-            grad_norm=grad_norm,
+            grad_norm=grad_norm if usable else None,
             learning_rate=rate,
             data_wait_s=data_wait_s,
+            loss_scale=loss_scale,
+            num_skipped=self._scaler.skipped_steps if self._scaler is not None else 0,
         )
 
     @torch.no_grad()
@@ -150,11 +179,11 @@ class Trainer:
 
         A rank returns what it holds: its shards under ZeRO-2 and 3, its own parameters' optimizer state under ZeRO-1.
         """
-        names: dict[Tensor, str] = {parameter: name for name, parameter in self._decoder.named_parameters()}
-        state = {f"model.{name}": Shard.of(parameter) for parameter, name in names.items()}
-        for parameter, values in owned_state(self._optimizer).items():
-            for key, value in values.items():
-                state[f"optimizer.{names[parameter]}.{key}"] = Shard.of(value)
+        state = {f"model.{name}": Shard.of(parameter) for name, parameter in self._decoder.named_parameters()}
+        for name, shard in optimizer_state(self._optimizer, self._decoder).items():
+            state[f"optimizer.{name}"] = shard
+        for name, shard in self._scaler.shards().items() if self._scaler is not None else ():
+            state[f"scaler.{name}"] = shard
         return state
 
     def _micro_batches(self) -> Iterator[Batch]:
