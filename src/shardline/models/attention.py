@@ -114,7 +114,7 @@ class SelfAttention(nn.Module):
     def __init__(self, config: DecoderConfig, *, layer: int) -> None:
         super().__init__()
         self._head_dim = config.head_dim
-        self._spec = AttentionSpec(
+        self.spec = AttentionSpec(
             layer=layer,
             scale=config.head_dim**-0.5 if config.query_scale is None else config.query_scale,
             window=config.sliding_windows[layer],
@@ -140,5 +140,5 @@ class SelfAttention(nn.Module):
             q_BTNH, k_BTKH = self.q_norm(q_BTNH), self.k_norm(k_BTKH)
         if cos_sin is not None:
             q_BTNH, k_BTKH = rotate(q_BTNH, *cos_sin), rotate(k_BTKH, *cos_sin)
-        o_BTNH = attention(q_BTNH, k_BTKH, v_BTKH, spec=self._spec)
+        o_BTNH = attention(q_BTNH, k_BTKH, v_BTKH, spec=self.spec)
         return self.o_proj(o_BTNH.flatten(2))

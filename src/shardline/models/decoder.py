@@ -29,6 +29,7 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, config: DecoderConfig, *, layer: int) -> None:
         super().__init__()
+        self.index = layer
         self._block = config.block
         self._output_norms = config.output_norms
         self.input_layernorm = make_norm(config, config.hidden_size)
@@ -111,13 +112,21 @@ class Decoder(nn.Module):
         lengths_BT: Tensor | None = None,
         balance: BalanceLoss | None = None,
     ) -> Tensor:
-        """Returns what the head reads, [B, T, embedding width].
+        """Returns what the head reads, [B, T, embedding width]: `embed`, `run_layers` and `finish` in a row.
 
         positions_BT   integers from each document's start
         lengths_BT     tokens of each token's document so far known; only longrope and dynamic rope look at it, and
                        without it take the furthest position of the batch
         balance        the load-balancing loss of routed layers, when training
         """
+        x_BTD = self.embed(tokens_BT, positions_BT=positions_BT)
+        x_BTD = self.run_layers(
+            x_BTD, positions_BT=positions_BT, attention=attention, lengths_BT=lengths_BT, balance=balance
+        )
+        return self.finish(x_BTD)
+
+    def embed(self, tokens_BT: Tensor, *, positions_BT: Tensor) -> Tensor:
+        """Returns x_BTD, the residual stream that the first layer reads."""
         config, trunk = self.config, self.model
         x_BTD = trunk.embed_tokens(tokens_BT)
         if config.embedding_scale != 1.0:  # rounded to the dtype first, as the families with a scale do
@@ -128,9 +137,26 @@ class Decoder(nn.Module):
             x_BTD = trunk.project_in(x_BTD)
         if config.position == "learned":
             x_BTD = x_BTD + trunk.embed_positions(positions_BT + config.position_offset)
+        return x_BTD
+
+    def run_layers(
+        self,
+        x_BTD: Tensor,
+        *,
+        positions_BT: Tensor,
+        attention: Attention,
+        lengths_BT: Tensor | None = None,
+        balance: BalanceLoss | None = None,
+    ) -> Tensor:
+        """Returns the residual stream after every layer that is here; the arguments are those of `hidden_states`."""
         turns = {rope: turner.cos_sin(positions_BT, lengths_BT) for rope, turner in self._ropes.items()}
-        for index, layer in enumerate(trunk.layers):
-            x_BTD = layer(x_BTD, turns.get(config.rope_of(index)), attention, balance)
+        for layer in self.model.layers:
+            x_BTD = layer(x_BTD, turns.get(self.config.rope_of(layer.index)), attention, balance)
+        return x_BTD
+
+    def finish(self, x_BTD: Tensor) -> Tensor:
+        """Returns what the head reads, of the last layer's residual stream."""
+        config, trunk = self.config, self.model
         if config.final_norm:
             x_BTD = trunk.norm(x_BTD)
         return x_BTD if config.embedding_width == config.hidden_size else trunk.project_out(x_BTD)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from shardline.models.config import Activation, DecoderConfig
 
-__all__ = ["BalanceLoss", "FeedForward", "MixtureOfExperts", "make_feedforward"]
+__all__ = ["BalanceLoss", "Experts", "FeedForward", "MixtureOfExperts", "make_feedforward"]
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:
@@ -85,6 +85,19 @@ class _Attach(torch.autograd.Function):
         return gradients[0], ctx.like
 
 
+class Experts(nn.ModuleList):
+    """The experts of a layer: each works on the tokens that were sent to it, and their weighted sum is returned."""
+
+    def forward(self, x_TD: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
+        out_TD = torch.zeros_like(x_TD)
+        for index, expert in enumerate(self):
+            # An expert without tokens still runs on none of them, so that every parameter has a gradient on every rank.
+            tokens, slots = (experts_TK == index).nonzero(as_tuple=True)
+            out = expert(x_TD[tokens]) * weights_TK[tokens, slots].unsqueeze(-1).to(x_TD.dtype)
+            out_TD = out_TD.index_add(0, tokens, out)
+        return out_TD
+
+
 class MixtureOfExperts(nn.Module):
     """Top-k routing (Shazeer et al., 2017, arXiv:1701.06538) in fp32; every token reaches all its k experts."""
 
@@ -93,7 +106,7 @@ class MixtureOfExperts(nn.Module):
         self._top_k = config.experts_per_token
         self._normalize = config.normalize_expert_weights
         self.router = nn.Linear(config.hidden_size, config.num_experts, bias=False)
-        self.experts = nn.ModuleList(FeedForward(config, size=config.expert_size) for _ in range(config.num_experts))
+        self.experts = Experts(FeedForward(config, size=config.expert_size) for _ in range(config.num_experts))
 
     def forward(self, x_BTD: Tensor, balance: BalanceLoss | None = None) -> Tensor:
         x_TD = x_BTD.flatten(0, -2)
@@ -102,13 +115,7 @@ class MixtureOfExperts(nn.Module):
         weights_TK, experts_TK = probabilities_TE.topk(self._top_k, dim=-1)
         if self._normalize:
             weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
-        out_TD = torch.zeros_like(x_TD)
-        for index, expert in enumerate(self.experts):
-            # An expert without tokens still runs on none of them, so that every parameter has a gradient on every rank.
-            tokens, slots = (experts_TK == index).nonzero(as_tuple=True)
-            out = expert(x_TD[tokens]) * weights_TK[tokens, slots].unsqueeze(-1).to(x_TD.dtype)
-            out_TD = out_TD.index_add(0, tokens, out)
-        out_BTD = out_TD.view_as(x_BTD)
+        out_BTD = self.experts(x_TD, weights_TK, experts_TK).view_as(x_BTD)
         if balance is None:
             return out_BTD
         shape = (*x_BTD.shape[:2], -1)
