@@ -7,12 +7,14 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed.checkpoint as dcp
 
 from shardline.config import RunConfig
 from shardline.models.config import DecoderConfig, RopeConfig
 from shardline.models.decoder import Decoder
 from shardline.models.feedforward import MixtureOfExperts
 from shardline.parallel.data import full_tensor
+from shardline.parallel.shards import LoadShards, SaveShards
 from shardline.parallel.world import World
 from shardline.text.dataset import prepare_dataset
 from shardline.text.tokenizer import byte_tokenizer
@@ -133,3 +135,38 @@ def state_geometry(world: World, config: RunConfig, cache: Path) -> dict[str, tu
         for name, shard in trainer.state().items()
         if name.startswith("optimizer.")
     }
+
+
+def state_dtypes(world: World, config: RunConfig, cache: Path) -> dict[str, str]:
+    """Returns the dtype of every tensor of the checkpoint's state on this rank."""
+    return {name: str(shard.local.dtype) for name, shard in make_trainer(world, config, cache).state().items()}
+
+
+def straight_and_resumed(world: World, config: RunConfig, cache: Path, folder: Path) -> tuple[list[float], list[float]]:
+    """Returns the losses of a run, and those of one that was saved in the middle and continued by a new trainer."""
+    steps = config.train.steps
+    straight = make_trainer(world, config, cache)
+    expected = [straight.train_step().loss for _ in range(steps)]
+    before = make_trainer(world, config, cache)
+    actual = [before.train_step().loss for _ in range(steps // 2)]
+    dcp.save(dict(before.state()), checkpoint_id=folder / "state", planner=SaveShards())
+    after = make_trainer(world, config, cache)
+    dcp.load(dict(after.state()), checkpoint_id=folder / "state", planner=LoadShards())
+    after.step = before.step
+    return expected, actual + [after.train_step().loss for _ in range(steps - steps // 2)]
+
+
+def overflowing_steps(world: World, config: RunConfig, cache: Path) -> dict[str, list[Any]]:
+    """Trains fp16 from a loss scale that is far too large, and says what each step did."""
+    trainer = make_trainer(world, config, cache)
+    trainer.state()["scaler.scale"].local.fill_(2.0**30)
+    told: dict[str, list[Any]] = {"skipped": [], "grad_norm": [], "scale": [], "unchanged": []}
+    for _ in range(config.train.steps):
+        before = [shard.local.clone() for name, shard in trainer.state().items() if name.startswith("model.")]
+        step = trainer.train_step()
+        after = [shard.local for name, shard in trainer.state().items() if name.startswith("model.")]
+        told["skipped"].append(step.num_skipped)
+        told["grad_norm"].append(step.grad_norm)
+        told["scale"].append(step.loss_scale)
+        told["unchanged"].append(all(torch.equal(a, b) for a, b in zip(before, after, strict=True)))
+    return told
