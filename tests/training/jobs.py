@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from shardline.config import RunConfig
@@ -170,3 +171,30 @@ def overflowing_steps(world: World, config: RunConfig, cache: Path) -> dict[str,
         told["scale"].append(step.loss_scale)
         told["unchanged"].append(all(torch.equal(a, b) for a, b in zip(before, after, strict=True)))
     return told
+
+
+def saved_here_loaded_there(world: World, first: RunConfig, second: RunConfig, cache: Path, folder: Path) -> float:
+    """Trains under one config, loads the state under another, and returns how far the two are apart, at most."""
+    before = make_trainer(world, first, cache)
+    for _ in range(first.train.steps):
+        before.train_step()
+    expected = whole_state(world, before)
+    dcp.save(dict(before.state()), checkpoint_id=folder, planner=SaveShards())
+    after = make_trainer(world, second, cache)
+    dcp.load(dict(after.state()), checkpoint_id=folder, planner=LoadShards())
+    actual = whole_state(world, after)
+    assert expected.keys() == actual.keys()
+    return max(float((expected[name] - actual[name]).abs().max()) for name in expected)
+
+
+def whole_state(world: World, trainer: Trainer) -> dict[str, torch.Tensor]:
+    """Returns every tensor of the state, whole, from all ranks' shards."""
+    mine = [(name, s.shape, s.offsets, s.local.clone()) for name, s in trainer.state().items()]
+    everyone: list[Any] = [None] * world.size
+    dist.all_gather_object(everyone, mine)
+    wholes: dict[str, torch.Tensor] = {}
+    for name, shape, offsets, local in (entry for entries in everyone for entry in entries):
+        whole = wholes.setdefault(name, torch.full(shape, float("nan"), dtype=local.dtype))
+        whole[tuple(slice(o, o + n) for o, n in zip(offsets, local.shape, strict=True))] = local
+    assert not any(whole.isnan().any() for whole in wholes.values())
+    return wholes
