@@ -11,26 +11,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shardline.models.config import DecoderConfig, RopeConfig
-from shardline.models.families import ops
-from shardline.models.families.ops import RotaryPairs
+from shardline.models.families.ops import OPS
 from shardline.models.positions import rotate
 
-OPS = {
-    "IDENTITY": ops.IDENTITY,
-    "TRANSPOSE": ops.TRANSPOSE,
-    "GATE_UP": ops.GATE_UP,
-    "QKV": ops.QKV,
-    "QKV_BY_HEAD": ops.QKV_BY_HEAD,
-    "QKV_PAIRS": ops.QKV_PAIRS,
-    "TRANSPOSED_QKV": ops.TRANSPOSED_QKV,
-    "query pairs": RotaryPairs("num_heads"),
-    "key pairs": RotaryPairs("num_kv_heads"),
-}
 SIZES = {"vocab_size": 8, "num_layers": 1}
-
-
-def test_every_op_is_tested():
-    assert {name for name in ops.__all__ if name.isupper()} == {name for name in OPS if name.isupper()}
 
 
 @st.composite
@@ -54,17 +38,11 @@ def random_bits(*shape: int, seed: int) -> Tensor:
 
 
 def their_shape(name: str, config: DecoderConfig) -> list[int]:
-    """[rows, columns] of the matrix that the op takes from a file."""
+    """[rows, columns] of a matrix that the op takes from a file."""
     query, group = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    rows = {
-        "GATE_UP": 2 * config.intermediate_size,
-        "query pairs": query,
-        "key pairs": group,
-        "IDENTITY": query,
-        "TRANSPOSE": query,
-    }.get(name, query + 2 * group)
-    shape = [rows, config.hidden_size]
-    return shape[::-1] if name.startswith("TRANSPOSE") else shape
+    rows = {"gate_up": 2 * config.intermediate_size, "pairs": query, "identity": query, "transpose": query}
+    shape = [rows.get(name, query + 2 * group), config.hidden_size]
+    return shape[::-1] if name.startswith("transpose") else shape
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
@@ -76,12 +54,12 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 @settings(max_examples=40, deadline=None)
 def test_save_undoes_load_and_load_undoes_save(name, config, vector, seed):
     op = OPS[name]
-    if name == "QKV_BY_HEAD":
+    if name == "qkv_by_head":
         config = dataclasses.replace(config, num_kv_heads=config.num_heads)
     rows, columns = their_shape(name, config)
     theirs = random_bits(max(rows, columns) if vector and columns == 1 else rows, columns, seed=seed)
     if vector:  # a bias has the matrix's rows; GPT-2's transposed matrices have it along their last dim
-        theirs = (theirs[0] if name.startswith("TRANSPOSE") else theirs[:, 0]).contiguous()
+        theirs = (theirs[0] if name.startswith("transpose") else theirs[:, 0]).contiguous()
     ours = op.load(theirs, config)
     assert all(part.is_contiguous() for part in ours)
     assert same_bits(op.save(ours, config), theirs)
@@ -93,18 +71,28 @@ def test_save_undoes_load_and_load_undoes_save(name, config, vector, seed):
 
 @given(config=configs(), seed=st.integers(0, 2**20))
 @settings(max_examples=40, deadline=None)
-def test_sorted_rows_turned_as_halves_are_pairs_turned(config, seed):
+def test_a_fused_matrix_of_pairs_is_its_parts_fused(config, seed):
+    """ChatGLM's: queries and keys are sorted as they are alone, values stay as they are."""
+    theirs = random_bits(*their_shape("qkv_pairs", config), seed=seed)
+    query, key, value = OPS["qkv"].load(theirs, config)
+    expected = (*OPS["pairs"].load(query, config), *OPS["pairs"].load(key, config), value)
+    assert all(same_bits(a, b) for a, b in zip(OPS["qkv_pairs"].load(theirs, config), expected, strict=True))
+
+
+@pytest.mark.parametrize("of", ["num_heads", "num_kv_heads"])
+@given(config=configs(), seed=st.integers(0, 2**20))
+@settings(max_examples=40, deadline=None)
+def test_sorted_rows_turned_as_halves_are_pairs_turned(of, config, seed):
     """What the permutation is for: a projection with sorted rows, turned as halves, is the pairs' turn, sorted."""
-    heads, size, turning = config.num_heads, config.head_dim, config.rope.num_dims(config.head_dim)
+    heads, size, turning = getattr(config, of), config.head_dim, config.rope.num_dims(config.head_dim)
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(heads * size, generator=generator, dtype=torch.float64)
     angles = torch.randn(turning // 2, generator=generator, dtype=torch.float64)
     pairs = torch.view_as_complex(x.view(heads, size)[:, :turning].unflatten(-1, (-1, 2)).contiguous())
     turned = torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)).flatten(-2)
     whole = torch.cat((turned, x.view(heads, size)[:, turning:]), dim=-1).flatten()
-    op = RotaryPairs("num_heads")
-    (expected,) = op.load(whole, config)
-    (rows,) = op.load(x, config)
+    (expected,) = OPS["pairs"].load(whole, config)
+    (rows,) = OPS["pairs"].load(x, config)
     doubled = torch.cat((angles, angles)).view(1, 1, -1)
     actual = rotate(rows.view(1, 1, heads, size), doubled.cos(), doubled.sin())
     torch.testing.assert_close(actual.flatten(), expected, atol=1e-12, rtol=0)

@@ -1,4 +1,4 @@
-"""Families: how each one's config.json and tensors map onto the decoder, both ways."""
+"""Families: how each one's config.json and tensors map onto the decoder, both ways, as families.yaml says."""
 
 from __future__ import annotations
 
@@ -6,20 +6,26 @@ from typing import Any
 
 from shardline.config import UsageError, nearest
 from shardline.models.config import DecoderConfig
-from shardline.models.families.earlier import EARLIER
-from shardline.models.families.family import Family, TensorRule
-from shardline.models.families.llama import LLAMA_LIKE
+from shardline.models.families.family import Family, TensorRule, families
 
 __all__ = ["FAMILIES", "Family", "TensorRule", "family_of", "read_model_config", "write_model_config"]
 
-FAMILIES: dict[str, Family] = {family.model_type: family for family in (*LLAMA_LIKE, *EARLIER)}
+FAMILIES: dict[str, Family]
+
+
+def __getattr__(name: str) -> dict[str, Family]:
+    if name == "FAMILIES":  # read when it is first asked for
+        return families()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def family_of(model_type: str) -> Family:
     """Returns the family that reads this `model_type`; raises `UsageError` with the nearest name."""
-    if model_type not in FAMILIES:
-        raise UsageError(f"config.json: model_type {model_type!r} is not supported{nearest(model_type, FAMILIES)}")
-    return FAMILIES[model_type]
+    known = families()
+    if model_type not in known:
+        near = nearest(model_type, known)
+        raise UsageError(f"config.json: model_type {model_type!r} is not supported{near}")
+    return known[model_type]
 
 
 def read_model_config(raw: dict[str, Any]) -> DecoderConfig:
@@ -31,7 +37,7 @@ def read_model_config(raw: dict[str, Any]) -> DecoderConfig:
 
 
 def write_model_config(config: DecoderConfig, *, dtype: str) -> dict[str, Any]:
-    """Returns a config.json for our config: `raw` carried through, our fields on top, both spellings of each key.
+    """Returns a config.json for our config: `raw` carried through, our fields on top, in both spellings.
 
     `dtype` is the weights' dtype by its torch name without the prefix: "float32", "bfloat16", ...
     """

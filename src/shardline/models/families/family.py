@@ -1,185 +1,234 @@
-"""What a family is: a table of config keys and a table of tensors, each read both ways, and what neither can say."""
+"""What a family is: an entry of families.yaml, whose head describes every field of the classes here.
+
+family = families()["qwen2"]
+family.read(raw)        # DecoderConfig, from a config.json
+family.write(config)    # the keys of config.json
+family.tensors(config)  # the rules of a model's tensors, in the files' order
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
+from importlib import resources
+from itertools import groupby
+from typing import Any, Literal
 
-from shardline.config import UsageError
+import msgspec
+
+from shardline.config import ShardlineError, UsageError, nearest
 from shardline.models.config import Activation, DecoderConfig
-from shardline.models.families.ops import IDENTITY, Op
+from shardline.models.families.ops import OPS, Op
+from shardline.models.families.rest import REST
 from shardline.models.families.rope_keys import read_rope, write_rope
 
-__all__ = ["Family", "Key", "Row", "TensorRule", "expand", "take"]
+__all__ = ["Family", "Key", "Row", "TensorRule", "families", "read_families"]
 
-# Each changes what the model computes. A family that understands one has it among its own keys; for all others only
-# the value given here (or null) is the same as its absence, and anything else would serve a wrong model.
-_MATHEMATICS: Mapping[str, Any] = {
-    "quantization_config": None,
-    "num_experts": 0,
-    "num_local_experts": 0,
-    "n_routed_experts": 0,
-    "shared_expert_intermediate_size": 0,
-    "kv_lora_rank": None,
-    "final_logit_softcapping": None,
-    "attn_logit_softcapping": None,
-    "query_pre_attn_scalar": None,
-    "logit_scale": 1.0,
-    "logits_scaling": 1.0,
-    "embedding_multiplier": 1.0,
-    "residual_multiplier": 1.0,
-    "attention_multiplier": None,
-    "use_bidirectional_attention": False,
-    "attention_bias": False,
-    "mlp_bias": False,
-    "qk_layernorm": False,
-    "router_jitter_noise": 0.0,
-}
-_NEEDED = object()
-_COMMON_KEYS = {
-    "initializer_range": ("initializer_range", 0.02),
-    "bos_token_id": ("bos_token_id", None),
-    "pad_token_id": ("pad_token_id", None),
-}
-
-Key = str | tuple[str, Any]
-"""Their key, and what it is where it is missing: a value, or a function of config.json (which null asks for too)."""
+_Sections = dict[Literal["shared", "families"], dict[str, dict[str, Any]]]
+_FIELDS = tuple(field.name for field in dataclasses.fields(DecoderConfig))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class TensorRule:
     """One tensor of a file: its name there, and what it becomes."""
 
     theirs: str
     ours: tuple[str, ...]
-    op: Op = IDENTITY
+    op: Op
 
 
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """A line of a tensor table: a module's name there and here, and whether it has a bias beside its weight."""
+class Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where config.json says one field of ours."""
+
+    key: str | None = None
+    also: str | None = None
+    default: Any = msgspec.UNSET
+    computed: str | int | None = None
+    words: dict[str, Activation] = {}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(name for name in (self.key, self.also) if name is not None)
+
+    def read(self, raw: Mapping[str, Any], fields: Mapping[str, Any]) -> Any:
+        """Returns the field's value for a config.json; `fields` are those that it may be computed from."""
+        value = next((raw[name] for name in self.names if raw.get(name) is not None), None)
+        if self.words:
+            word = value or next(iter(self.words))
+            if word not in self.words:
+                family, known = raw.get("model_type"), ", ".join(self.words)
+                raise UsageError(f"config.json: {self.key} = {word!r}; the {family} family computes {known}.")
+            return self.words[word]
+        if value is not None:
+            return value
+        if self.computed is not None:
+            return _evaluate(self.computed, fields)
+        if self.default is not msgspec.UNSET:
+            return raw.get(self.names[0], self.default)
+        names = " or ".join(repr(name) for name in self.names)
+        raise UsageError(f"config.json has no {names}, which the model_type {raw.get('model_type')!r} needs.")
+
+    def write(self, config: DecoderConfig, value: Any) -> dict[str, Any]:
+        """Returns the key that says `value`; a null that means it stays a null."""
+        if self.key is None:
+            return {}
+        if self.words:
+            usual = next(word for word, meaning in self.words.items() if meaning == value)
+            return {self.key: config.raw.get(self.key) or usual}
+        is_null = config.raw.get(self.key, value) is None
+        return {self.key: None if is_null and self.read(config.raw, vars(config)) == value else value}
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A module of the files, and what it is in the decoder."""
 
     theirs: str
-    ours: tuple[str, ...]
-    op: Op = IDENTITY
-    bias: bool = False
+    ours: str | tuple[str, ...] = ()
+    op: str = "identity"
+    bias: bool | str = False
+    when: bool | str = True
+
+    def __post_init__(self) -> None:
+        if self.op not in OPS:
+            raise ValueError(f"the op {self.op!r} is not known{nearest(self.op, OPS)}")
+        for condition in (self.bias, self.when):
+            _evaluate(condition, dict.fromkeys((*_FIELDS, "routes"), 1))
 
 
-def expand(rows: Iterable[Row], *, theirs: str = "", ours: str = "") -> Iterator[TensorRule]:
-    """Yields the rules of a table's lines, names put behind the two prefixes."""
-    for row in rows:
-        for kind in ("weight", "bias") if row.bias else ("weight",):
-            names = tuple(f"{ours}{name}.{kind}" for name in row.ours)
-            yield TensorRule(theirs=f"{theirs}{row.theirs}.{kind}", ours=names, op=row.op)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Family:
-    """keys          our field -> their key, copied both ways
-    fixed         our fields that are the same in every model of the family
-    activations   their names for what the feed-forward computes, the default first, under `activation_key` (None: one
-                  of `fixed`, said nowhere in the file)
-    rope          None, or the family's defaults for `read_rope`
-    read_rest     their config.json -> our fields that no table can give
-    write_rest    our config -> their keys that no table can give
-    understood    keys among `_MATHEMATICS` that `read_rest` takes care of
-    required      further keys that change the mathematics, with the only value that is understood
-    tensors       the tensors of a model, in the files' order
-    skipped       endings of tensor names that hold no parameter
-    """
+class Family(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One family."""
 
     model_type: str
     architecture: str
-    keys: Mapping[str, Key]
-    fixed: Mapping[str, Any] = field(default_factory=dict)
-    activations: Mapping[str, Activation] = field(default_factory=dict)
-    activation_key: str | None = "hidden_act"
-    rope: Mapping[str, float] | None = None
-    read_rest: Callable[[dict[str, Any]], dict[str, Any]] = lambda raw: {}
-    write_rest: Callable[[DecoderConfig], dict[str, Any]] = lambda config: {}
-    understood: frozenset[str] = frozenset()
-    required: Mapping[str, Any] = field(default_factory=dict)
-    tensors: Callable[[DecoderConfig], Iterable[TensorRule]]
-    skipped: tuple[str, ...] = ("rotary_emb.inv_freq",)
+    keys: dict[str, Key]
+    fixed: dict[str, Any] = {}
+    rope: dict[Literal["theta", "partial"], float] | None = None
+    rest: str = "nothing"
+    neutral: dict[str, Any] = {}
+    understood: tuple[str, ...] = ()
+    required: dict[str, Any] = {}
+    skipped: tuple[str, ...] = ()
+    before: tuple[Row, ...]
+    prefix: str
+    layer: tuple[Row, ...]
+    after: tuple[Row, ...]
 
-    def read(self, raw: dict[str, Any]) -> DecoderConfig:
+    def __post_init__(self) -> None:
+        for ours in (*self.keys, *self.fixed):
+            if ours not in _FIELDS:
+                raise ValueError(f"{ours!r} is not a field of DecoderConfig{nearest(ours, _FIELDS)}")
+        for key in self.keys.values():
+            _evaluate(key.computed, dict.fromkeys(self.keys, 1))
+        if self.rest not in REST:
+            raise ValueError(f"{self.rest!r} is not in REST of rest.py{nearest(self.rest, REST)}")
+
+    def read(self, raw: Mapping[str, Any]) -> DecoderConfig:
         """Returns our config; raises `UsageError` for a missing key or one that is not understood."""
         self._check_mathematics(raw)
-        values = {ours: _read_key(raw, key) for ours, key in {**_COMMON_KEYS, **self.keys}.items()}
+        read_rest, _ = REST[self.rest]
+        fields: dict[str, Any] = {}
+        for ours, key in sorted(self.keys.items(), key=lambda item: item[1].computed is not None):
+            fields[ours] = key.read(raw, fields)
         eos = raw.get("eos_token_id")
-        values["eos_token_ids"] = tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
-        values |= {**self._read_activation(raw), **self.fixed}
+        fields["eos_token_ids"] = tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,)
+        fields |= self.fixed
         if self.rope is not None:
-            values["rope"] = read_rope(raw, **self.rope)
-        return DecoderConfig(family=self.model_type, raw=dict(raw), **(values | self.read_rest(raw)))
+            fields["rope"] = read_rope(raw, **self.rope)
+        return DecoderConfig(family=self.model_type, raw=dict(raw), **(fields | read_rest(raw, fields)))
 
     def write(self, config: DecoderConfig) -> dict[str, Any]:
         """Returns the keys of config.json that describe our config."""
+        _, write_rest = REST[self.rest]
+        written: dict[str, Any] = {"architectures": [self.architecture], "model_type": self.model_type}
+        for ours, key in self.keys.items():
+            written |= key.write(config, getattr(config, ours))
         eos = config.eos_token_ids
-        return {
-            "architectures": [self.architecture],
-            "model_type": self.model_type,
-            **{
-                theirs: _write_key(config.raw, getattr(config, ours), theirs, default)
-                for ours, (theirs, default) in _normal({**_COMMON_KEYS, **self.keys}).items()
-            },
-            **self._write_activation(config),
-            "eos_token_id": list(eos) if len(eos) > 1 else next(iter(eos), None),
-            **self.required,
-            **(write_rope(config.rope) if self.rope is not None else {}),
-            **self.write_rest(config),
-        }
+        written["eos_token_id"] = list(eos) if len(eos) > 1 else next(iter(eos), None)
+        written |= self.required
+        if self.rope is not None:
+            written |= write_rope(config.rope)
+        return written | write_rest(config)
 
-    def _read_activation(self, raw: dict[str, Any]) -> dict[str, Activation]:
-        if self.activation_key is None:
-            return {}
-        name = raw.get(self.activation_key) or next(iter(self.activations))
-        if name not in self.activations:
-            raise UsageError(
-                f"config.json: {self.activation_key} = {name!r}; the {self.model_type} family computes "
-                f"{', '.join(self.activations)}."
-            )
-        return {"activation": self.activations[name]}
+    def tensors(self, config: DecoderConfig) -> Iterator[TensorRule]:
+        """Yields the rules of a model's tensors in the files' order."""
+        yield from _expand(self.before, config)
+        for layer in range(config.num_layers):
+            prefixes = (self.prefix.format(layer=layer), f"model.layers.{layer}.")
+            yield from _expand(self.layer, config, prefixes=prefixes, routes=config.routes(layer))
+        yield from _expand(self.after, config)
 
-    def _write_activation(self, config: DecoderConfig) -> dict[str, str]:
-        if self.activation_key is None:
-            return {}
-        name = next(name for name, ours in self.activations.items() if ours == config.activation)
-        return {self.activation_key: config.raw.get(self.activation_key) or name}
-
-    def _check_mathematics(self, raw: dict[str, Any]) -> None:
-        own = {*self.understood, *(theirs for theirs, _ in _normal(self.keys).values())}
-        for key, neutral in {**_MATHEMATICS, **self.required}.items():
-            if key not in own and raw.get(key) is not None and raw[key] != neutral:
+    def _check_mathematics(self, raw: Mapping[str, Any]) -> None:
+        own = {*self.understood, *(name for key in self.keys.values() for name in key.names)}
+        for key, value in {**self.neutral, **self.required}.items():
+            if key not in own and raw.get(key) is not None and raw[key] != value:
                 raise UsageError(
-                    f"config.json: {key} = {raw[key]!r} changes what the model computes and is not understood for "
-                    f"model_type {self.model_type!r}."
+                    f"config.json: {key} = {raw[key]!r} changes what the model computes and is not "
+                    f"understood for model_type {self.model_type!r}."
                 )
 
 
-def take(raw: dict[str, Any], key: str) -> Any:
-    """Returns a key that the architecture can't do without."""
-    if raw.get(key) is None:
-        raise UsageError(f"config.json has no {key!r}, which the model_type {raw.get('model_type')!r} needs.")
-    return raw[key]
+@cache
+def families() -> dict[str, Family]:
+    """Returns all families by their model_type."""
+    file = resources.files("shardline.models.families") / "families.yaml"
+    return read_families(file.read_text(encoding="utf-8"))
 
 
-def _normal(keys: Mapping[str, Key]) -> dict[str, tuple[str, Any]]:
-    return {ours: (key, _NEEDED) if isinstance(key, str) else key for ours, key in keys.items()}
+def read_families(text: str) -> dict[str, Family]:
+    """Returns the families of a text such as families.yaml; raises `ShardlineError` for what is not known."""
+    found: dict[str, Family] = {}
+    name = "the file"
+    try:
+        for name, entry in msgspec.yaml.decode(text, type=_Sections)["families"].items():
+            found[name] = msgspec.convert({"model_type": name, **entry}, Family)
+    except msgspec.DecodeError as error:
+        raise ShardlineError(f"families.yaml (its head says what can be there): {name}: {error}") from None
+    return found
 
 
-def _read_key(raw: dict[str, Any], key: Key) -> Any:
-    theirs, default = (key, _NEEDED) if isinstance(key, str) else key
-    if default is _NEEDED:
-        return take(raw, theirs)
-    if callable(default):
-        return default(raw) if raw.get(theirs) is None else raw[theirs]
-    return raw.get(theirs, default)
+def _expand(
+    rows: Iterable[Row], config: DecoderConfig, *, prefixes: tuple[str, str] = ("", ""), routes: bool = False
+) -> Iterator[TensorRule]:
+    fields = {**vars(config), "routes": routes}
+    there = [row for row in rows if _evaluate(row.when, fields)]
+    # Rows of experts stand together in the files: all of the first one's, then all of the next one's.
+    for of_experts, group in groupby(there, key=lambda row: "{expert}" in row.theirs):
+        neighbours = list(group)
+        for expert in range(config.num_experts if of_experts else 1):
+            for row in neighbours:
+                theirs = prefixes[0] + row.theirs.format(expert=expert)
+                names = (row.ours,) if isinstance(row.ours, str) else row.ours or (row.theirs,)
+                ours = [prefixes[1] + name.format(expert=expert) for name in names]
+                for kind in ("weight", "bias") if _evaluate(row.bias, fields) else ("weight",):
+                    kinds = tuple(f"{name}.{kind}" for name in ours)
+                    yield TensorRule(theirs=f"{theirs}.{kind}", ours=kinds, op=OPS[row.op])
 
 
-def _write_key(raw: dict[str, Any], value: Any, theirs: str, default: Any) -> Any:
-    """A null that stood for what `default` computes stays a null."""
-    if callable(default) and raw.get(theirs, value) is None and default(raw) == value:
-        return None
-    return value
+def _evaluate(expression: str | float | None, fields: Mapping[str, Any]) -> Any:
+    """Returns the value of `A`, `not A`, `A * B`, `A ** B` or `A / B` (exact): fields or numbers."""
+    words = expression.split() if isinstance(expression, str) else [expression]
+    match [_value(word, fields) for word in words]:
+        case [value]:
+            return value
+        case ["not", value]:
+            return not value
+        case [left, "*", right]:
+            return left * right
+        case [left, "**", right]:
+            return left**right
+        case [left, "/", right]:
+            if left % right:
+                raise UsageError(f"The model's {expression} = {left} / {right} is not a whole number.")
+            return left // right
+    raise ValueError(f"{expression!r} is none of A, not A, A * B, A ** B and A / B")
+
+
+def _value(word: Any, fields: Mapping[str, Any]) -> Any:
+    if word in fields:
+        return fields[word]
+    if not isinstance(word, str) or word in ("not", "*", "**", "/"):
+        return word
+    if word.replace(".", "").isdecimal():
+        return float(word) if "." in word else int(word)
+    raise ValueError(f"{word!r} is neither a number nor a field{nearest(word, fields)}")

@@ -1,141 +1,84 @@
 """How one tensor of a file becomes ours, and exactly back: what is loaded and saved again has the same bits.
 
-An op's `load` takes their tensor and returns ours, in the order of the rule's names; `save` is its inverse.
+OPS["qkv"].load(theirs, config)     # (query, key, value)
+OPS["qkv"].save(ours, config)       # theirs again
+
 torch is imported where it computes: a plan reads configs without it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 from shardline.models.config import DecoderConfig
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = [
-    "GATE_UP",
-    "IDENTITY",
-    "QKV",
-    "QKV_BY_HEAD",
-    "QKV_PAIRS",
-    "TRANSPOSE",
-    "TRANSPOSED_QKV",
-    "Op",
-    "RotaryPairs",
-]
+__all__ = ["OPS", "Op"]
 
 
-class Op(Protocol):
-    def load(self, theirs: Tensor, config: DecoderConfig) -> tuple[Tensor, ...]: ...
+@dataclass(frozen=True, kw_only=True)
+class Op:
+    """Their rows in another order, cut into ours. Nothing is lost on the way, so that `save` undoes `load`.
 
-    def save(self, ours: Sequence[Tensor], config: DecoderConfig) -> Tensor: ...
+    transposed  the rows are the file's columns
+    order       (number of rows, config) -> which of the file's rows come first, second, ...
+    parts       how many tensors of one size ours are, or "qkv": query, key and value
+    """
 
-
-class _Identity:
-    def load(self, theirs: Tensor, config: DecoderConfig) -> tuple[Tensor, ...]:
-        return (theirs,)
-
-    def save(self, ours: Sequence[Tensor], config: DecoderConfig) -> Tensor:
-        return ours[0]
-
-
-class _Transpose:
-    """GPT-2's Conv1D keeps its weights as [in, out]; vectors stay."""
+    transposed: bool = False
+    order: Callable[[int, DecoderConfig], list[int]] | None = None
+    parts: int | Literal["qkv"] = 1
 
     def load(self, theirs: Tensor, config: DecoderConfig) -> tuple[Tensor, ...]:
-        return (theirs.t().contiguous(),)
-
-    def save(self, ours: Sequence[Tensor], config: DecoderConfig) -> Tensor:
-        return ours[0].t().contiguous()
-
-
-class _Qkv:
-    """Rows of query, key and value, one block after the other."""
-
-    def load(self, theirs: Tensor, config: DecoderConfig) -> tuple[Tensor, ...]:
-        num_kv = config.num_kv_heads * config.head_dim
-        parts = theirs.split([config.num_heads * config.head_dim, num_kv, num_kv])
+        """Returns our tensors, in the order of the row's names."""
+        rows = theirs.t() if self.transposed else theirs
+        if self.order is not None:
+            rows = rows[self.order(len(rows), config)]
+        if self.parts == "qkv":
+            num_kv = config.num_kv_heads * config.head_dim
+            parts = rows.split([config.num_heads * config.head_dim, num_kv, num_kv])
+        else:
+            parts = rows.chunk(self.parts)
         return tuple(part.contiguous() for part in parts)
 
     def save(self, ours: Sequence[Tensor], config: DecoderConfig) -> Tensor:
+        """Returns the file's tensor."""
         import torch
 
-        return torch.cat(list(ours))
+        rows = ours[0] if len(ours) == 1 else torch.cat(list(ours))
+        if self.order is not None:
+            order = self.order(len(rows), config)
+            rows = rows[sorted(range(len(order)), key=order.__getitem__)]
+        return rows.t().contiguous() if self.transposed else rows
 
 
-class _QkvByHead:
-    """BLOOM: rows as [head, (query, key, value), head size]."""
-
-    def load(self, theirs: Tensor, config: DecoderConfig) -> tuple[Tensor, ...]:
-        by_head = theirs.view(config.num_heads, 3, config.head_dim, *theirs.shape[1:])
-        return tuple(part.flatten(0, 1).contiguous() for part in by_head.unbind(1))
-
-    def save(self, ours: Sequence[Tensor], config: DecoderConfig) -> Tensor:
-        import torch
-
-        parts = [part.unflatten(0, (config.num_heads, config.head_dim)) for part in ours]
-        return torch.stack(parts, dim=1).flatten(0, 2)
+def _by_head(num_rows: int, config: DecoderConfig) -> list[int]:
+    """The file's rows are [head, (query, key, value), head size]."""
+    size = config.head_dim
+    starts = [start for part in range(3) for start in range(part * size, num_rows, 3 * size)]
+    return [start + i for start in starts for i in range(size)]
 
 
-class _GateUp:
-    """Rows of gate and up, one block after the other."""
-
-    def load(self, theirs: Tensor, config: DecoderConfig) -> tuple[Tensor, ...]:
-        return tuple(part.contiguous() for part in theirs.chunk(2))
-
-    def save(self, ours: Sequence[Tensor], config: DecoderConfig) -> Tensor:
-        import torch
-
-        return torch.cat(list(ours))
+def _pairs(num_rows: int, config: DecoderConfig) -> list[int]:
+    """The file turns dim 2i of queries and keys with dim 2i + 1; the decoder turns i with i + R/2."""
+    size, turning = config.head_dim, config.rope.num_dims(config.head_dim)
+    turned = [*range(0, turning, 2), *range(1, turning, 2), *range(turning, size)]
+    values = (config.num_heads + config.num_kv_heads) * size  # from this row on, in a fused matrix
+    starts = range(0, num_rows, size)
+    return [start + i for start in starts for i in (turned if start < values else range(size))]
 
 
-@dataclass(frozen=True)
-class RotaryPairs:
-    """Files that turn dim 2i with dim 2i + 1; ours turn i with i + R/2, so the rows of each head are sorted."""
-
-    heads: Literal["num_heads", "num_kv_heads"]
-
-    def load(self, theirs: Tensor, config: DecoderConfig) -> tuple[Tensor, ...]:
-        return (self._take(theirs, config, _pairs_to_halves(config)),)
-
-    def save(self, ours: Sequence[Tensor], config: DecoderConfig) -> Tensor:
-        return self._take(ours[0], config, _pairs_to_halves(config).argsort())
-
-    def _take(self, tensor: Tensor, config: DecoderConfig, order: Tensor) -> Tensor:
-        by_head = tensor.unflatten(0, (getattr(config, self.heads), config.head_dim))
-        return by_head.index_select(1, order.to(tensor.device)).flatten(0, 1)
-
-
-def _pairs_to_halves(config: DecoderConfig) -> Tensor:
-    import torch
-
-    turning = torch.arange(config.rope.num_dims(config.head_dim))
-    return torch.cat((turning[0::2], turning[1::2], torch.arange(len(turning), config.head_dim)))
-
-
-class _TransposedQkv:
-    def load(self, theirs: Tensor, config: DecoderConfig) -> tuple[Tensor, ...]:
-        return QKV.load(theirs.t(), config)
-
-    def save(self, ours: Sequence[Tensor], config: DecoderConfig) -> Tensor:
-        return QKV.save(ours, config).t().contiguous()
-
-
-class _QkvPairs:
-    """ChatGLM: fused, and queries and keys hold rotary pairs."""
-
-    def load(self, theirs: Tensor, config: DecoderConfig) -> tuple[Tensor, ...]:
-        query, key, value = QKV.load(theirs, config)
-        return *_QUERY_PAIRS.load(query, config), *_KEY_PAIRS.load(key, config), value
-
-    def save(self, ours: Sequence[Tensor], config: DecoderConfig) -> Tensor:
-        query, key, value = ours
-        return QKV.save((_QUERY_PAIRS.save((query,), config), _KEY_PAIRS.save((key,), config), value), config)
-
-
-IDENTITY, TRANSPOSE, GATE_UP = _Identity(), _Transpose(), _GateUp()
-QKV, QKV_BY_HEAD, TRANSPOSED_QKV, QKV_PAIRS = _Qkv(), _QkvByHead(), _TransposedQkv(), _QkvPairs()
-_QUERY_PAIRS, _KEY_PAIRS = RotaryPairs("num_heads"), RotaryPairs("num_kv_heads")
+OPS = {
+    "identity": Op(),
+    "transpose": Op(transposed=True),
+    "gate_up": Op(parts=2),
+    "qkv": Op(parts="qkv"),
+    "transposed_qkv": Op(transposed=True, parts="qkv"),
+    "qkv_by_head": Op(order=_by_head, parts="qkv"),
+    "pairs": Op(order=_pairs),
+    "qkv_pairs": Op(order=_pairs, parts="qkv"),
+}

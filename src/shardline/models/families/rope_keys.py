@@ -1,11 +1,13 @@
 """The rope keys of config.json in both spellings.
 
 transformers 5 writes `rope_parameters`; everything older reads `rope_theta`, `rope_scaling` and
-`partial_rotary_factor`, and falls back to theta 10000 in silence when they are missing. We read either and write both.
+`partial_rotary_factor`, and falls back to theta 10000 in silence when they are missing. We read either and
+write both.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from shardline.config import UsageError, nearest
@@ -13,29 +15,20 @@ from shardline.models.config import RopeConfig
 
 __all__ = ["read_rope", "write_rope"]
 
+_BOTH = ("factor", "original_max_position_embeddings")
 _USED: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
     "dynamic": ("factor",),
-    "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
-    "yarn": (
-        "factor",
-        "original_max_position_embeddings",
-        "beta_fast",
-        "beta_slow",
-        "attention_factor",
-        "mscale",
-        "mscale_all_dim",
-        "truncate",
-    ),
-    "longrope": ("factor", "original_max_position_embeddings", "attention_factor", "short_factor", "long_factor"),
+    "llama3": (*_BOTH, "low_freq_factor", "high_freq_factor"),
+    "yarn": (*_BOTH, "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"),
+    "longrope": (*_BOTH, "attention_factor", "short_factor", "long_factor"),
 }
-_ALIASES = {"su": "longrope"}
 _ALWAYS = ("factor", "low_freq_factor", "high_freq_factor", "short_factor", "long_factor")
 _FIELDS = {name for names in _USED.values() for name in names}
 
 
-def read_rope(raw: dict[str, Any], *, theta: float = 10000.0, partial: float = 1.0) -> RopeConfig:
+def read_rope(raw: Mapping[str, Any], *, theta: float = 10000.0, partial: float = 1.0) -> RopeConfig:
     """Returns the rope of a config.json in either spelling; raises `UsageError` where the two disagree.
 
     `theta` and `partial` are the family's defaults.
@@ -50,8 +43,8 @@ def read_rope(raw: dict[str, Any], *, theta: float = 10000.0, partial: float = 1
     context = raw.get("max_position_embeddings")
     if new and old and _parse({**defaults, **new}, context) != _parse({**defaults, **old}, context):
         raise UsageError(
-            f"config.json describes the rope twice and differently: rope_parameters = {new}, but rope_theta and "
-            f"rope_scaling say {old}; delete the spelling that is wrong."
+            f"config.json describes the rope twice and differently: rope_parameters = {new}, but rope_theta "
+            f"and rope_scaling say {old}; delete the spelling that is wrong."
         )
     return _parse({**defaults, **(new or old)}, context)
 
@@ -76,15 +69,15 @@ def write_rope(rope: RopeConfig) -> dict[str, Any]:
 
 def _parse(keys: dict[str, Any], context: int | None) -> RopeConfig:
     name = keys.get("rope_type", keys.get("type", "default"))
-    kind: Any = _ALIASES.get(name, name)
+    kind: Any = "longrope" if name == "su" else name
     if kind not in _USED:
         raise UsageError(f"config.json: rope type {name!r} is not supported{nearest(str(name), _USED)}")
     known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *_FIELDS}
     unknown = sorted(key for key, value in keys.items() if key not in known and value is not None)
     if unknown:
         raise UsageError(
-            f"config.json: the rope has the field {unknown[0]!r} = {keys[unknown[0]]!r}, which changes the positions "
-            "and is not understood; remove it only if the model was trained without it."
+            f"config.json: the rope has the field {unknown[0]!r} = {keys[unknown[0]]!r}, which changes the "
+            "positions and is not understood; remove it only if the model was trained without it."
         )
     values = {field: keys[field] for field in _USED[kind] if keys.get(field) is not None}
     if kind == "longrope":
