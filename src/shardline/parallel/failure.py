@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["Failure", "HangError", "diagnose", "find_failures", "read_failure", "settle", "watch_ranks"]
 
 _SILENT_S = 3 * EVERY_S  # a rank whose heartbeat is older than this is stopped, gone, or cut off
+_NOTICE_S = 5.0  # how long a rank may work on after another has told why the run fails
 _FAILED = "failed"
 _EVIDENCE_S = _SILENT_S + EVERY_S  # how long a rank looks for the reason after its connection broke
 
@@ -64,9 +65,9 @@ def watch_ranks(world: World, folder: Path, *, timeout_s: float) -> Iterator[Non
     """Writes this rank's heartbeats into `folder` while inside, and lets one rank alone tell why the run failed."""
     run_id = world.first(lambda: secrets.token_hex(4))
     heartbeat = world.heartbeat
-    watch = None
-    if world.device.type == "cuda":  # there torch ends the process itself, and no exception comes
-        watch = _Watch(heartbeat, num_ranks=world.size, timeout_s=timeout_s)
+    # On CUDA torch ends the process itself, and no exception comes.
+    limit_s = timeout_s - min(10.0, timeout_s / 4) if world.device.type == "cuda" else None
+    watch = _Watch(heartbeat, num_ranks=world.size, explain_after_s=limit_s)
     heartbeat.start(folder, run_id=run_id, watch=watch)
     try:
         yield
@@ -87,6 +88,7 @@ def settle(error: Exception, *, heartbeat: Heartbeat, num_ranks: int) -> BaseExc
     folder = heartbeat.folder
     if folder is None or num_ranks == 1:
         return error
+    heartbeat.ending = True
     if threading.current_thread() is threading.main_thread():
         # A launcher sends SIGTERM as soon as it sees the first rank die, and this process is about to end by itself.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -167,9 +169,8 @@ def diagnose(
     names = f"rank{'s' if len(accused) > 1 else ''} {', '.join(map(str, accused))}"
     verb = f"waited {waited_s:.0f} s for" if waited_s is not None else "lost its connection to"
     reasons = " ".join(f"Rank {rank} {reason}." for rank, reason in accused.items())
-    return (
-        f"Rank {own.rank} {verb} {names} in {_operation(own)}. {reasons} Continue from the last checkpoint: --resume."
-    )
+    head = f"Rank {own.rank} {verb} {names} in {_operation(own)}."
+    return f"{head} {reasons} --resume continues from the last checkpoint."
 
 
 def _accused(
@@ -269,20 +270,34 @@ def _first_line(error: Exception) -> str:
 
 
 class _Watch:
-    """Explains a wait shortly before NCCL's own watchdog aborts the process for it."""
+    """What the heartbeat's thread looks after, beside a main thread that may be stuck.
 
-    def __init__(self, heartbeat: Heartbeat, *, num_ranks: int, timeout_s: float) -> None:
-        self._heartbeat, self._num_ranks = heartbeat, num_ranks
-        self._limit_s = timeout_s - min(10.0, timeout_s / 4)
+    Ends the process where another rank has told why the run fails and ours does not notice: no launcher then needs to
+    wait for it. With `explain_after_s` also explains a wait, shortly before NCCL's own watchdog aborts the process.
+    """
+
+    def __init__(self, heartbeat: Heartbeat, *, num_ranks: int, explain_after_s: float | None) -> None:
+        self._heartbeat, self._num_ranks, self._explain_after_s = heartbeat, num_ranks, explain_after_s
         self._explained = -1
+        self._failed_at: float | None = None
 
     def __call__(self, own: Beat) -> None:
-        folder, waited_s = self._heartbeat.folder, own.time - own.since
-        if folder is None or waited_s < self._limit_s or self._explained == own.count:
+        assert self._heartbeat.folder is not None
+        path = _failure_path(self._heartbeat.folder, own.run)
+        if path.exists():
+            self._failed_at = self._failed_at or time.monotonic()
+            if time.monotonic() - self._failed_at > _NOTICE_S and not self._heartbeat.ending:
+                failure = read_failure(path)
+                os._exit(failure.exit_code if failure else 1)
+        elif self._explain_after_s is not None and own.time - own.since > self._explain_after_s:
+            self._explain(self._heartbeat.folder, own)
+
+    def _explain(self, folder: Path, own: Beat) -> None:
+        if self._explained == own.count:
             return
         self._explained = own.count
         beats = [read_beat(folder, rank, run_id=own.run) for rank in range(self._num_ranks)]
-        found = diagnose(beats, own=own, now=own.time, waited_s=waited_s)
+        found = diagnose(beats, own=own, now=own.time, waited_s=own.time - own.since)
         if found is not None and _claim(folder, HangError(found), heartbeat=self._heartbeat):
             print(f"shardline train: {found}", file=sys.stderr, flush=True)
 
