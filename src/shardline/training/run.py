@@ -158,6 +158,7 @@ class _Loop:
             return self._run_steps(interruption, predicted_memory_gib)
         except Exception:
             # A save in flight may be the newest; its own error, if any, is told but does not hide the first.
+            self._world.heartbeat.ending = True
             if (error := self._saver.abandon(within_s=_GRACE_S)) is not None:
                 self._say(str(error))
             raise
