@@ -14,8 +14,7 @@ from shardline.config import RunConfig
 from shardline.models.config import DecoderConfig, RopeConfig
 from shardline.models.decoder import Decoder
 from shardline.models.feedforward import MixtureOfExperts
-from shardline.parallel.data import full_tensor
-from shardline.parallel.shards import LoadShards, SaveShards
+from shardline.parallel.shards import LoadShards, SaveShards, Shard
 from shardline.parallel.world import World
 from shardline.text.dataset import prepare_dataset
 from shardline.text.tokenizer import byte_tokenizer
@@ -57,14 +56,38 @@ def losses(world: World, config: RunConfig, cache: Path, tied: bool) -> dict[str
     }
 
 
+def whole_gradients(trainer: Trainer) -> dict[str, np.ndarray]:
+    """Returns every parameter's gradient, put together from all ranks' parts; parts that overlap must be equal."""
+    shards = {
+        name: trainer.model.shard(name, parameter.grad)
+        for name, parameter in trainer.model.named_parameters()
+        if parameter.grad is not None
+    }
+    return assemble(shards)
+
+
+def assemble(shards: dict[str, Shard]) -> dict[str, np.ndarray]:
+    """Returns whole arrays of what all ranks hold; every rank must call it, and copies must be equal to the bit."""
+    mine = [(name, each.shape, each.offsets, each.local.numpy(force=True).copy()) for name, each in shards.items()]
+    everyone: list[list] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, mine)
+    wholes: dict[str, np.ndarray] = {}
+    for name, shape, offsets, local in (part for parts in everyone for part in parts):
+        whole = wholes.setdefault(name, np.full(shape, np.nan, dtype=np.float32))
+        region = whole[tuple(slice(at, at + size) for at, size in zip(offsets, local.shape, strict=True))]
+        filled = ~np.isnan(region)
+        np.testing.assert_array_equal(region[filled], local[filled], err_msg=f"copies of {name} differ")
+        region[...] = local
+    return wholes
+
+
 def first_gradients(world: World, config: RunConfig, cache: Path, tied: bool) -> dict[str, np.ndarray]:
     """Returns every parameter's gradient of the first step, whole, as the optimizer sees it."""
     trainer = make_trainer(world, config, cache, tied=tied)
     gradients: dict[str, np.ndarray] = {}
 
     def record(*_: object) -> None:
-        for name, parameter in trainer._decoder.named_parameters():
-            gradients[name] = full_tensor(parameter.grad).numpy().copy()
+        gradients.update(whole_gradients(trainer))
 
     trainer._optimizer.register_step_pre_hook(record)
     trainer.train_step()
@@ -76,14 +99,14 @@ def max_weight_difference(world: World, config: RunConfig, cache: Path) -> float
     trainer = make_trainer(world, config, cache)
     for _ in range(config.train.steps):
         trainer.train_step()
-    flat = torch.cat([full_tensor(parameter).flatten() for parameter in trainer._decoder.parameters()])
+    flat = torch.cat([parameter.detach().flatten() for parameter in trainer.model.parameters()])
     return (world.max(flat) + world.max(-flat)).abs().max().item()
 
 
 def parameter_dtypes(world: World, config: RunConfig, cache: Path) -> list[str]:
     trainer = make_trainer(world, config, cache)
     trainer.train_step()
-    return sorted({str(parameter.dtype) for parameter in trainer._decoder.parameters()})
+    return sorted({str(parameter.dtype) for parameter in trainer.model.parameters()})
 
 
 def collectives(world: World, config: RunConfig, cache: Path) -> dict[str, int]:
@@ -107,15 +130,15 @@ def train_family(world: World, config: RunConfig, cache: Path, model: DecoderCon
     idle = 0
 
     def record(*_: object) -> None:
-        for name, parameter in decoder.named_parameters() if not gradients else ():
-            gradients[name] = full_tensor(parameter.grad).numpy().copy()
+        if not gradients:
+            gradients.update(whole_gradients(trainer))
 
     def count(_module: object, inputs: tuple[torch.Tensor, ...], _output: object) -> None:
         nonlocal idle
         idle += inputs[0].shape[0] == 0
 
     trainer._optimizer.register_step_pre_hook(record)
-    for module in decoder.modules():
+    for module in trainer.model.module.modules():
         if isinstance(module, MixtureOfExperts):
             for expert in module.experts:
                 expert.register_forward_hook(count)

@@ -9,6 +9,9 @@ this module under another config. Shapes: B batch, T tokens, D hidden, V vocabul
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -180,15 +183,19 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def initialize(self, *, seed: int) -> None:
-        """Fills every parameter from `seed`, the same on every rank and for every layout (normal, residual-scaled)."""
-        generator = torch.Generator().manual_seed(seed)
-        std = self.config.initializer_range
-        residual_std = std / (2 * self.config.num_layers) ** 0.5  # GPT-2's scaling of what is added to the stream
+        """Fills every parameter with its `initial_value`."""
         for name, parameter in self.named_parameters():
-            if name.endswith("norm.weight"):
-                parameter.fill_(1.0 - self.config.norm_offset)
-            elif name.endswith(".bias"):
-                parameter.zero_()
-            else:
-                scale = residual_std if name.endswith(("o_proj.weight", "down_proj.weight")) else std
-                parameter.copy_(torch.empty(parameter.shape).normal_(0.0, scale, generator=generator))
+            parameter.copy_(self.initial_value(name, parameter.shape, seed=seed))
+
+    def initial_value(self, name: str, shape: Sequence[int], *, seed: int) -> Tensor:
+        """Returns the fp32 value that training starts from (normal, residual-scaled), of `seed` and the name alone."""
+        if name.endswith("norm.weight"):
+            return torch.full(shape, 1.0 - self.config.norm_offset)
+        if name.endswith(".bias"):
+            return torch.zeros(shape)
+        std = self.config.initializer_range
+        if name.endswith(("o_proj.weight", "down_proj.weight")):  # GPT-2's scaling of what is added to the stream
+            std /= (2 * self.config.num_layers) ** 0.5
+        digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest, "big", signed=True))
+        return torch.empty(shape).normal_(0.0, std, generator=generator)

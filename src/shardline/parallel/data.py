@@ -1,9 +1,12 @@
 """Data parallelism over PyTorch's own parts: DDP, ZeroRedundancyOptimizer and FSDP2, behind one small interface.
 
-    ranks = parallelize(model, layers=..., layout=layout, mesh=mesh, precision="fp32")
+    ranks = parallelize(model, layers=..., layout=layout, mesh=mesh, precision="fp32", device=device, fill=fill)
     optimizer = ranks.make_optimizer(torch.optim.AdamW, groups, lr=1e-3)
     with ranks.micro_batch(last=True):
-        ranks.module(batch).backward()
+        loss = ranks.module(batch)
+    ranks.prepare_backward(last=True)
+    loss.backward()
+    ranks.finish_gradients()
 
 ZeRO (Rajbhandari et al., 2020, arXiv:1910.02054) by stage:
 
@@ -17,11 +20,12 @@ Each of them averages gradients over the data ranks; a loss meant as a sum is th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -32,16 +36,19 @@ from torch.optim import Optimizer
 
 from shardline.parallel.grid import Layout
 
-__all__ = ["DataParallel", "clip_gradients", "full_tensor", "owned_state", "parallelize"]
+__all__ = ["DataParallel", "clip_gradients", "gradient_norm", "local_tensor", "owned_state", "parallelize"]
 
 Precision = Literal["fp32", "bf16", "bf16_pure", "fp16"]
+
+_BUCKET_BYTES = 25 << 20  # of gradients that are reduced together, as DDP does it
 
 
 class DataParallel(Protocol):
     """A model laid out over the data ranks.
 
-    module      what a forward pass calls
-    num_ranks   the divisor that the gradient average applies
+    module       what a forward pass calls
+    num_ranks    the divisor that the gradient average applies
+    num_copies   data ranks that hold the same gradient afterwards
     """
 
     @property
@@ -50,10 +57,21 @@ class DataParallel(Protocol):
     @property
     def num_ranks(self) -> int: ...
 
+    @property
+    def num_copies(self) -> int: ...
+
     def make_optimizer(self, kind: type[Optimizer], groups: list[dict[str, Any]], **options: Any) -> Optimizer: ...
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[object]:
-        """The context of one forward and backward; gradients need to be complete only after the last."""
+        """The context of a forward pass; gradients need to be complete only after the last one's backward pass."""
+        ...
+
+    def prepare_backward(self, *, last: bool) -> None:
+        """To be called before each backward pass; `last`: of the step."""
+        ...
+
+    def finish_gradients(self) -> None:
+        """Completes what the backward passes have not averaged yet."""
         ...
 
     def evaluation(self) -> AbstractContextManager[object]:
@@ -68,27 +86,36 @@ def parallelize(
     layout: Layout,
     mesh: DeviceMesh,
     precision: Precision,
+    device: torch.device,
+    fill: Callable[[], None],
     offload_parameters: bool = False,
 ) -> DataParallel:
-    """Returns `model` laid out; `layers` are the modules that ZeRO-2 and 3 gather one at a time.
+    """Returns a model that was on the meta device laid out and filled.
 
+    layers              the modules that ZeRO-2 and 3 gather one at a time
+    fill                writes the values into the parameters, once their memory is there
     offload_parameters  ZeRO-3: shards, gradients and the optimizer's step are on the CPU; a layer comes up when used
     """
-    if offload_parameters:
+    if offload_parameters or (layout.zero >= 2 and layout.data > 1):
         # Pinned memory is what a GPU copies from in the background; without one there is nothing to pin for.
-        policy = CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
-        return _Sharded(model, layers, mesh["data"], precision, keep_parameters=False, offload=policy)
+        offload = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if offload_parameters else OffloadPolicy()
+        sharded = _Sharded(
+            model, layers, layout.zero_mesh(mesh), precision, keep_parameters=layout.zero == 2, offload=offload
+        )
+        model.to_empty(device=torch.device("cpu") if offload_parameters else device)
+        fill()
+        return sharded
+    model.to_empty(device=device)
+    fill()
     if layout.data == 1:
         return _Single(model, precision)
-    if layout.zero <= 1:
-        return _Replicated(model, mesh, precision, shard_optimizer=layout.zero == 1)
-    return _Sharded(model, layers, mesh["data"], precision, keep_parameters=layout.zero == 2)
+    return _Replicated(model, mesh, precision, shard_optimizer=layout.zero == 1, overlap=layout.pipeline == 1)
 
 
 class _Single:
     """One data rank: nothing to average and nothing to shard, whatever the stage."""
 
-    num_ranks = 1
+    num_ranks = num_copies = 1
 
     def __init__(self, model: nn.Module, precision: Precision) -> None:
         self.module = model
@@ -100,22 +127,33 @@ class _Single:
     def micro_batch(self, *, last: bool) -> AbstractContextManager[object]:
         return _autocast(self._precision)
 
+    def prepare_backward(self, *, last: bool) -> None: ...
+
+    def finish_gradients(self) -> None: ...
+
     def evaluation(self) -> AbstractContextManager[object]:
         return _autocast(self._precision)
 
 
 class _Replicated:
-    """Stages 0 and 1."""
+    """Stages 0 and 1.
 
-    def __init__(self, model: nn.Module, mesh: DeviceMesh, precision: Precision, *, shard_optimizer: bool) -> None:
+    overlap   DDP reduces buckets while backward goes on. It expects one backward pass for each forward pass, which a
+              pipeline does not give it: there the buckets are reduced once, after the last
+    """
+
+    def __init__(
+        self, model: nn.Module, mesh: DeviceMesh, precision: Precision, *, shard_optimizer: bool, overlap: bool
+    ) -> None:
         group = mesh["data"].get_group()
-        self.num_ranks = group.size()
+        self.num_ranks = self.num_copies = group.size()
         self._group = group
-        self._bare = model
         self._precision = precision
         self._shard_optimizer = shard_optimizer
-        # Gradients as views into the buckets: no second copy of them.
-        self.module = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
+        self._overlap = overlap
+        self.module = model
+        if overlap:  # gradients as views into the buckets: no second copy of them
+            self.module = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
 
     def make_optimizer(self, kind: type[Optimizer], groups: list[dict[str, Any]], **options: Any) -> Optimizer:
         if not self._shard_optimizer:
@@ -124,9 +162,27 @@ class _Replicated:
 
     @contextmanager
     def micro_batch(self, *, last: bool) -> Iterator[None]:
-        assert isinstance(self.module, DistributedDataParallel)
-        with nullcontext() if last else self.module.no_sync(), _autocast(self._precision):
+        no_sync = nullcontext()
+        if isinstance(self.module, DistributedDataParallel) and not last:
+            no_sync = self.module.no_sync()
+        with no_sync, _autocast(self._precision):
             yield
+
+    def prepare_backward(self, *, last: bool) -> None: ...
+
+    def finish_gradients(self) -> None:
+        if self._overlap:
+            return
+        gradients = [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
+        pending = []
+        for bucket in _buckets(gradients):
+            flat = torch.cat([gradient.flatten() for gradient in bucket])
+            pending.append((bucket, flat, dist.all_reduce(flat, group=self._group, async_op=True)))
+        for bucket, flat, work in pending:
+            work.wait()
+            flat /= self.num_ranks
+            for gradient, part in zip(bucket, flat.split([each.numel() for each in bucket]), strict=True):
+                gradient.copy_(part.view_as(gradient))
 
     def evaluation(self) -> AbstractContextManager[object]:
         return _autocast(self._precision)
@@ -146,28 +202,33 @@ class _Sharded:
         precision: Precision,
         *,
         keep_parameters: bool,
-        offload: OffloadPolicy | None = None,
+        offload: OffloadPolicy,
     ) -> None:
         policy = MixedPrecisionPolicy()
         if precision != "fp32":
             compute = torch.float16 if precision == "fp16" else torch.bfloat16
             policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
-        options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload or OffloadPolicy()}
+        options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload}
         for layer in layers:
             fully_shard(layer, reshard_after_forward=not keep_parameters, **options)
         fully_shard(model, reshard_after_forward=not keep_parameters, **options)
         self.module = model
         self.num_ranks = mesh.size()
+        self.num_copies = mesh.size(0) if mesh.ndim == 2 else 1
         self._keep_parameters = keep_parameters
 
     def make_optimizer(self, kind: type[Optimizer], groups: list[dict[str, Any]], **options: Any) -> Optimizer:
         return kind(groups, **options)
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def prepare_backward(self, *, last: bool) -> None:
         if self._keep_parameters:
             assert isinstance(self.module, FSDPModule)
             self.module.set_reshard_after_backward(last)
-        return nullcontext()
+
+    def finish_gradients(self) -> None: ...
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
@@ -180,6 +241,20 @@ class _Sharded:
                     module.reshard()
 
 
+def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Groups tensors of one dtype into buckets of about `_BUCKET_BYTES`."""
+    bucket: list[Tensor] = []
+    size = 0
+    for tensor in tensors:
+        if bucket and (size > _BUCKET_BYTES or tensor.dtype != bucket[0].dtype):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(tensor)
+        size += tensor.numel() * tensor.element_size()
+    if bucket:
+        yield bucket
+
+
 def _autocast(precision: Precision) -> AbstractContextManager[object]:
     if precision in ("fp32", "bf16_pure"):
         return nullcontext()
@@ -187,16 +262,31 @@ def _autocast(precision: Precision) -> AbstractContextManager[object]:
     return torch.autocast(kind, dtype=torch.float16 if precision == "fp16" else torch.bfloat16)
 
 
-def clip_gradients(parameters: Iterable[nn.Parameter], *, max_norm: float) -> float:
-    """Scales all gradients down to a global norm of `max_norm` (0: leaves them) and returns the norm before."""
-    parameters = list(parameters)
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    norm = torch.nn.utils.get_total_norm(gradients)
-    if isinstance(norm, DTensor):
-        norm = norm.full_tensor()
-    if max_norm > 0:
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
-    return float(norm)
+@torch.no_grad()
+def gradient_norm(parameters: Mapping[nn.Parameter, float], *, total: Callable[[Tensor], Tensor]) -> float:
+    """Returns the norm of the whole model's gradient, the same on every rank.
+
+    parameters   this rank's, each with the share of its gradient that counts here, so that copies on several ranks
+                 count once in all
+    total        sums a tensor over all ranks
+    """
+    squared = torch.zeros(1, dtype=torch.float64)
+    held = [(local_tensor(each.grad), share) for each, share in parameters.items() if each.grad is not None]
+    if held:
+        norms = torch._foreach_norm([gradient for gradient, _ in held])
+        shares = torch.tensor([share for _, share in held], dtype=torch.float64)
+        squared[0] = (torch.stack([norm.float() for norm in norms]).double().cpu().square() * shares).sum()
+    return total(squared).sqrt().item()
+
+
+@torch.no_grad()
+def clip_gradients(parameters: Iterable[nn.Parameter], *, norm: float, max_norm: float) -> None:
+    """Scales all gradients down so that their global norm, now `norm`, is at most `max_norm` (0: leaves them)."""
+    if max_norm <= 0 or norm <= max_norm:
+        return
+    gradients = [local_tensor(each.grad) for each in parameters if each.grad is not None]
+    if gradients:
+        torch._foreach_mul_(gradients, max_norm / (norm + 1e-6))
 
 
 def owned_state(optimizer: Optimizer) -> dict[Tensor, dict[str, Any]]:
@@ -213,7 +303,6 @@ def owned_state(optimizer: Optimizer) -> dict[Tensor, dict[str, Any]]:
     return dict(inner.state)
 
 
-def full_tensor(tensor: Tensor) -> Tensor:
-    """Returns the whole tensor on the CPU; every rank of a sharded one must call."""
-    tensor = tensor.detach()
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu()
+def local_tensor(tensor: Tensor) -> Tensor:
+    """Returns this rank's memory of a tensor that FSDP2 may have cut."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

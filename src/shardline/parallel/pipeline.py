@@ -2,8 +2,8 @@
 
     ranges = balance(layer_costs, first=embedding_cost, last=head_cost, num_stages=4)
     cut(decoder, ranges[stage], is_first=..., is_last=...)
-    pipeline = Pipeline(schedule, modules, group=group, shape=(2, 512, 576), dtype=torch.float32, device=device)
-    losses = pipeline.step(micro_batches, call)
+    pipeline = Pipeline(schedule, modules, mesh=mesh, shape=(2, 512, 576), dtype=torch.float32, device=device)
+    loss = pipeline.step(call, loss_scale=scale, prepare=prepare)
 
 Activations go forward and gradients backward between neighbouring stages, on a process group for each direction, so
 that on every link messages arrive in the order in which they are awaited. `shardline.parallel.schedules` says in which
@@ -12,20 +12,21 @@ order a rank works; this file moves tensors and calls autograd.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
 from shardline.models.decoder import Decoder
 from shardline.parallel.schedules import Action, Schedule
 from shardline.parallel.tensor import RowParallelLinear
 
-__all__ = ["Pipeline", "WeightGradients", "balance", "cut"]
+__all__ = ["Pipeline", "balance", "cut"]
 
 
 def balance(costs: Sequence[float], *, first: float, last: float, num_stages: int) -> list[range]:
@@ -77,31 +78,30 @@ def cut(decoder: Decoder, layers: range, *, is_first: bool, is_last: bool) -> No
                 delattr(owner, name)
 
 
-class WeightGradients:
+class _WeightGradients:
     """Linears whose weights' gradients wait: backward leaves (input, output gradient), `compute` does the product."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._waiting: list[tuple[str, Tensor, Tensor]] = []
+        self.waiting: list[_Product] = []
         self._parameters = dict(module.named_parameters())
         for name, child in module.named_modules():
             if isinstance(child, RowParallelLinear):
-                child.multiply = self._linear(f"{name}.weight")
+                child.multiply = self._product(f"{name}.weight")
             elif type(child) is nn.Linear and not name.endswith("lm_head"):  # the loss reads the head's weight itself
-                child.forward = _BoundLinear(child, self._linear(f"{name}.weight"))  # type: ignore[method-assign]
+                child.forward = _linear(child, self._product(f"{name}.weight"))  # type: ignore[method-assign]
 
-    def rebind(self, module: nn.Module) -> None:
-        """Takes the parameters anew, after sharding has replaced them."""
-        self._parameters = dict(module.named_parameters())
-
-    def take(self) -> list[tuple[str, Tensor, Tensor]]:
+    def take(self) -> list[_Product]:
         """Returns what the last backward left."""
-        waiting, self._waiting = self._waiting, []
+        waiting, self.waiting = self.waiting, []
         return waiting
 
-    def compute(self, waiting: list[tuple[str, Tensor, Tensor]]) -> None:
-        """Adds the weights' gradients of one micro-batch."""
-        for name, x, slope in waiting:
+    @torch.no_grad()
+    def compute(self, products: list[_Product]) -> None:
+        """Adds the weights' gradients of one micro-batch, averaged over data ranks where FSDP2 shards the weights."""
+        for name, x, slope in products:
             parameter = self._parameters[name]
+            if not parameter.requires_grad:
+                continue
             gradient: Tensor = torch.mm(slope.flatten(0, -2).T, x.flatten(0, -2)).to(parameter.dtype)
             if isinstance(parameter, DTensor):
                 mesh = parameter.device_mesh
@@ -109,119 +109,142 @@ class WeightGradients:
                     placements=parameter.placements
                 )
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
-        waiting.clear()
 
-    def _linear(self, name: str) -> Callable[[Tensor, Tensor], Tensor]:
+    def _product(self, name: str) -> Callable[[Tensor, Tensor], Tensor]:
         def multiply(x: Tensor, weight: Tensor) -> Tensor:
             if torch.is_autocast_enabled(x.device.type):
                 dtype = torch.get_autocast_dtype(x.device.type)
                 x, weight = x.to(dtype), weight.to(dtype)
-            return _DeferredProduct.apply(x, weight, self._waiting if torch.is_grad_enabled() else None, name, self)
+            return _DeferredProduct.apply(x, weight, name, self)
 
         return multiply
 
 
-class _BoundLinear:
-    """The forward of a linear over a product of ours."""
+_Product = tuple[str, Tensor, Tensor]
 
-    def __init__(self, linear: nn.Linear, multiply: Callable[[Tensor, Tensor], Tensor]) -> None:
-        self._linear = linear
-        self._multiply = multiply
 
-    def __call__(self, x: Tensor) -> Tensor:
-        out = self._multiply(x, self._linear.weight)
-        return out if self._linear.bias is None else out + self._linear.bias
+def _linear(linear: nn.Linear, multiply: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    def forward(x: Tensor) -> Tensor:
+        out = multiply(x, linear.weight)
+        return out if linear.bias is None else out + linear.bias
+
+    return forward
 
 
 class _DeferredProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, waiting: object, name: str, owner: WeightGradients) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, name: str, owner: _WeightGradients) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.name, ctx.owner = name, owner
         return F.linear(x, weight)
 
     @staticmethod
-    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor, None, None, None]:
         x, weight = ctx.saved_tensors
-        ctx.owner._waiting.append((ctx.name, x, slopes[0]))
-        return slopes[0] @ weight, None, None, None, None
+        ctx.owner.waiting.append((ctx.name, x.detach(), slopes[0]))
+        return slopes[0] @ weight, None, None, None
 
 
 class Pipeline:
     """This rank's stages, and the messages between them and their neighbours.
 
-    modules   {stage: module}; module(x_BTD or None, micro-batch) returns x_BTD, or the last stage's loss
+    modules   stage -> module, laid out over data ranks already
     shape     of x_BTD between stages
     """
 
     def __init__(
         self,
         schedule: Schedule,
-        modules: Mapping[int, nn.Module],
+        modules: nn.ModuleDict,
         *,
-        group: dist.ProcessGroup,
-        backward_group: dist.ProcessGroup,
+        mesh: DeviceMesh,
         shape: tuple[int, ...],
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self._schedule = schedule
-        self._modules = modules
-        self._groups = {"F": group, "B": backward_group}
-        self._rank = group.rank()
-        self._global_ranks = dist.get_process_group_ranks(group)
-        self._shape, self._dtype, self._device = shape, dtype, device
-        self._deferred = {
-            stage: WeightGradients(module) for stage, module in modules.items() if schedule.split_backward
-        }
+        self.schedule = schedule
+        self.rank = mesh["pipeline"].get_local_rank()
+        self.global_ranks = dist.get_process_group_ranks(mesh["pipeline"].get_group())
+        self.groups = {"F": mesh["pipeline"].get_group(), "B": _second_group(mesh)}
+        self.shape, self.dtype, self.device = shape, dtype, device
+        self.deferred: dict[int, _WeightGradients] = {}
+        if schedule.split_backward:
+            self.deferred = {stage: _WeightGradients(modules[str(stage)]) for stage in schedule.stages_of(self.rank)}
 
-    def rebind(self) -> None:
-        """Takes the parameters anew, after sharding has replaced them."""
-        for stage, deferred in self._deferred.items():
-            deferred.rebind(self._modules[stage])
+    def step(
+        self,
+        call: Callable[[int, Tensor | None, int], Tensor],
+        *,
+        loss_scale: float,
+        prepare: Callable[..., None],
+    ) -> Tensor:
+        """Runs the schedule once and returns the sum of the last stage's losses, fp32 (0 on the other ranks).
 
-    def step(self, call: Callable[[int, Tensor | None, int], Tensor], backward: Callable[[int, int], Any]) -> Tensor:
-        """Runs the schedule once and returns the sum of the last stage's losses (0 on the other ranks).
-
-        call      (stage, x_BTD or None, micro-batch) -> x_BTD or loss to differentiate
-        backward  (stage, micro-batch) -> the context of that backward pass
+        call         (stage, x_BTD or None, micro-batch) -> x_BTD for the next stage, or the loss
+        loss_scale   what each loss is multiplied by before its backward pass
+        prepare      called before every backward pass with `last`, whether it is this rank's last of the step
         """
-        return _Run(self, call, backward).all()
+        return _Step(self, call, loss_scale=loss_scale, prepare=prepare).run()
+
+    def forward(self, call: Callable[[int, Tensor | None], Tensor]) -> Tensor:
+        """Runs one batch forward through all stages, without gradients; returns its loss, or 0 on the other ranks."""
+        loss = torch.zeros((), device=self.device)
+        here: Tensor | None = None
+        for stage, owner in enumerate(self.schedule.rank_of_stage):
+            if owner != self.rank:
+                continue
+            x = here
+            if stage and self.schedule.rank_of_stage[stage - 1] != self.rank:
+                x = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+                source = self.schedule.rank_of_stage[stage - 1]
+                dist.recv(x, self.global_ranks[source], group=self.groups["F"])
+            out = call(stage, x)
+            if stage + 1 == self.schedule.num_stages:
+                loss = out
+            elif self.schedule.rank_of_stage[stage + 1] == self.rank:
+                here = out
+            else:
+                target = self.schedule.rank_of_stage[stage + 1]
+                dist.send(out.contiguous(), self.global_ranks[target], group=self.groups["F"])
+        return loss
 
 
-class _Run:
+class _Step:
     """One step's tensors in flight."""
 
     def __init__(
         self,
         pipeline: Pipeline,
         call: Callable[[int, Tensor | None, int], Tensor],
-        backward: Callable[[int, int], Any],
+        *,
+        loss_scale: float,
+        prepare: Callable[..., None],
     ) -> None:
-        self._pipeline = pipeline
-        self._schedule = pipeline._schedule
-        self._call, self._backward = call, backward
+        self._pipeline, self._schedule = pipeline, pipeline.schedule
+        self._call, self._prepare = call, prepare
+        self._loss_scale = loss_scale
+        self._actions = self._schedule.actions[pipeline.rank]
+        self._backward_left = sum(action.kind == "B" for action in self._actions)
         self._inputs: dict[tuple[int, int], Tensor | None] = {}
         self._outputs: dict[tuple[int, int], Tensor] = {}
+        self._products: dict[tuple[int, int], list[_Product]] = {}
         self._here: dict[Action, Tensor] = {}  # what another stage of this rank hands over
-        self._weights: dict[tuple[int, int], list[tuple[str, Tensor, Tensor]]] = {}
-        self._sent: list[tuple[dist.Work, Tensor]] = []
         self._awaited: dict[Action, tuple[dist.Work, Tensor]] = {}
-        self._loss = torch.zeros((), device=pipeline._device)
+        self._sent: list[tuple[dist.Work, Tensor]] = []
+        self._loss = torch.zeros((), device=pipeline.device)
 
-    def all(self) -> Tensor:
-        actions = self._schedule.actions[self._pipeline._rank]
-        for index, action in enumerate(actions):
+    def run(self) -> Tensor:
+        for index, action in enumerate(self._actions):
             # The next message is awaited while this pass computes; one ahead keeps every link in order.
-            for each in actions[index : index + 2]:
+            for each in self._actions[index : index + 2]:
                 self._await(each)
             if action.kind == "F":
                 self._forward(action)
             elif action.kind == "B":
-                self._backward_pass(action)
+                self._backward(action)
             else:
                 key = action.stage, action.micro_batch
-                self._pipeline._deferred[action.stage].compute(self._weights.pop(key))
+                self._pipeline.deferred[action.stage].compute(self._products.pop(key))
             self._sent = [(work, tensor) for work, tensor in self._sent if not work.is_completed()]
         for work, _ in self._sent:
             work.wait()
@@ -229,36 +252,36 @@ class _Run:
 
     def _forward(self, action: Action) -> None:
         _, stage, micro_batch = action
-        x = self._take(action) if stage else None
-        if x is not None:
-            x.requires_grad_()
+        x = self._take(action).requires_grad_() if stage else None
         out = self._call(stage, x, micro_batch)
         if stage + 1 == self._schedule.num_stages:
-            self._loss += out.detach()
+            self._loss += out.detach().float()
+            out = out.float() * self._loss_scale
         else:
-            self._give(Action("F", stage + 1, micro_batch), out.detach())
+            self._give(Action("F", stage + 1, micro_batch), out.detach().to(self._pipeline.dtype))
         self._inputs[stage, micro_batch], self._outputs[stage, micro_batch] = x, out
 
-    def _backward_pass(self, action: Action) -> None:
+    def _backward(self, action: Action) -> None:
         _, stage, micro_batch = action
         slope = self._take(action) if stage + 1 < self._schedule.num_stages else None
         x, out = self._inputs.pop((stage, micro_batch)), self._outputs.pop((stage, micro_batch))
-        with self._backward(stage, micro_batch):
-            torch.autograd.backward(out, slope)
+        self._backward_left -= 1
+        self._prepare(last=self._backward_left == 0)
+        torch.autograd.backward(out, None if slope is None else slope.to(out.dtype))
         if self._schedule.split_backward:
-            self._weights[stage, micro_batch] = self._pipeline._deferred[stage].take()
+            self._products[stage, micro_batch] = self._pipeline.deferred[stage].take()
         if x is not None:
             assert x.grad is not None
             self._give(Action("B", stage - 1, micro_batch), x.grad)
 
     def _give(self, to: Action, tensor: Tensor) -> None:
-        """Sends what the pass `to` waits for."""
+        """Hands a pass what it waits for, or sends it there."""
         owner = self._schedule.rank_of_stage[to.stage]
-        if owner == self._pipeline._rank:
+        if owner == self._pipeline.rank:
             self._here[to] = tensor
             return
         tensor = tensor.contiguous()
-        work = dist.isend(tensor, self._pipeline._global_ranks[owner], group=self._pipeline._groups[to.kind])
+        work = dist.isend(tensor, self._pipeline.global_ranks[owner], group=self._pipeline.groups[to.kind])
         assert work is not None
         self._sent.append((work, tensor))
 
@@ -269,10 +292,10 @@ class _Run:
         if kind == "W" or not 0 <= source < self._schedule.num_stages or action in self._awaited:
             return
         owner = self._schedule.rank_of_stage[source]
-        if owner == self._pipeline._rank:
+        if owner == self._pipeline.rank:
             return
-        tensor = torch.empty(self._pipeline._shape, dtype=self._pipeline._dtype, device=self._pipeline._device)
-        work = dist.irecv(tensor, self._pipeline._global_ranks[owner], group=self._pipeline._groups[kind])
+        tensor = torch.empty(self._pipeline.shape, dtype=self._pipeline.dtype, device=self._pipeline.device)
+        work = dist.irecv(tensor, self._pipeline.global_ranks[owner], group=self._pipeline.groups[kind])
         assert work is not None
         self._awaited[action] = work, tensor
 
@@ -283,3 +306,14 @@ class _Run:
         work, tensor = self._awaited.pop(action)
         work.wait()
         return tensor
+
+
+def _second_group(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """Another group of this rank's pipeline, made by every rank in the same order."""
+    mine = None
+    for line in mesh.mesh.flatten(1).T.tolist():
+        group = dist.new_group(line)
+        if dist.get_rank() in line:
+            mine = group
+    assert mine is not None
+    return mine

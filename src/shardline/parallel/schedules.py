@@ -5,7 +5,7 @@
     schedule.stages_of(rank)        # the stages that live there
 
     gpipe           all forward passes, then all backward (Huang et al., 2019, arXiv:1811.06965)
-    1f1b            backward as soon as possible, so that few activations are alive (Harlap et al., 2018, arXiv:1806.03377)
+    1f1b            backward as soon as possible: few activations are alive (Harlap et al., 2018, arXiv:1806.03377)
     interleaved     the same with several stages a rank, far apart, and a smaller bubble (Narayanan et al., 2021,
                     arXiv:2104.04473, section 2.2)
     zero_bubble_v   two stages a rank, placed like a V; backward is split into the gradient of the input (B), which the
@@ -67,9 +67,7 @@ class Schedule:
         return most
 
 
-def make_schedule(
-    name: ScheduleName, *, num_ranks: int, num_micro_batches: int, stages_per_rank: int = 1
-) -> Schedule:
+def make_schedule(name: ScheduleName, *, num_ranks: int, num_micro_batches: int, stages_per_rank: int = 1) -> Schedule:
     """Returns the schedule of a pipeline.
 
     stages_per_rank   1 for gpipe and 1f1b, 2 for zero_bubble_v, 2 or more for interleaved, whose micro-batches must be

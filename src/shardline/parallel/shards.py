@@ -54,6 +54,10 @@ class Shard:
             tensor = tensor.to_local()
         return cls(local=tensor, shape=shape, offsets=offsets)
 
+    def part_of(self, whole: Tensor) -> Tensor:
+        """Returns the part of `whole` that lies where this shard does."""
+        return whole[tuple(slice(at, at + size) for at, size in zip(self.offsets, self.local.shape, strict=True))]
+
     def size(self) -> torch.Size:
         """Returns the whole tensor's size, which a checkpoint's reader compares."""
         return torch.Size(self.shape)

@@ -34,6 +34,7 @@ from shardline.models.config import DecoderConfig
 from shardline.models.decoder import Decoder
 from shardline.models.feedforward import Experts, FeedForward, MixtureOfExperts
 from shardline.parallel import collectives
+from shardline.parallel.vocabulary import vocabulary_parallel_cross_entropy
 
 __all__ = ["Placement", "RowParallelLinear", "TensorParallel", "check_tensor_parallel", "make_kv_group"]
 
@@ -94,8 +95,8 @@ def check_tensor_parallel(config: DecoderConfig, *, size: int, sequence_length: 
     if not _kv_fits(config, size):
         fits = [n for n in range(1, size + 1) if config.num_heads % n == 0 and _kv_fits(config, n)]
         raise InfeasibleError(
-            f"Of the model's kv heads = {config.num_kv_heads} and parallel.tensor = {size} neither is a multiple of the "
-            f"other, so kv heads can be neither dealt out nor shared; set parallel.tensor to {fits[-1]}."
+            f"Of the model's kv heads = {config.num_kv_heads} and parallel.tensor = {size} neither is a multiple of "
+            f"the other, so kv heads can be neither dealt out nor shared; set parallel.tensor to {fits[-1]}."
         )
     inner = config.expert_size if config.num_experts else config.intermediate_size
     for name, extent in (("inner features", inner), ("words of the vocabulary", config.vocab_size)):
@@ -150,6 +151,22 @@ class TensorParallel:
     def leave(self, x_BTD: Tensor) -> Tensor:
         """Returns what the cut head takes, of the residual stream."""
         return self._into(x_BTD) if self.size > 1 else x_BTD
+
+    def cross_entropy(self, x_RD: Tensor, targets_R: Tensor, *, ignored: int, chunk_rows: int) -> Tensor:
+        """Returns the fp32 sum of -log p(target), with the head's words dealt out to the ranks."""
+        decoder = self._decoder
+        name = "model.embed_tokens.weight" if decoder.config.tie_word_embeddings else "lm_head.weight"
+        return vocabulary_parallel_cross_entropy(
+            x_RD,
+            decoder.head_weight,
+            targets_R,
+            bias_V=decoder.head_bias,
+            softcap=decoder.config.final_softcap,
+            first=self.placements[name].offsets[0],
+            group=self.group,
+            ignored=ignored,
+            chunk_rows=chunk_rows,
+        )
 
     def sum_gradients(self) -> None:
         """Completes the gradients of parameters that several ranks hold and compute a part of; call once a step."""
@@ -219,7 +236,9 @@ class TensorParallel:
     def _rewire_experts(self, mlp: MixtureOfExperts) -> None:
         """Routing is done by every rank, on whole rows; each expert is cut, and their sum is reduced once."""
         if self.sequence_parallel:
-            mlp.register_forward_pre_hook(self._on_first_input(partial(collectives.gather_replicated, group=self.group)))
+            mlp.register_forward_pre_hook(
+                self._on_first_input(partial(collectives.gather_replicated, group=self.group))
+            )
             mlp.register_forward_hook(lambda _module, _inputs, out: collectives.split(out, self.group))
 
         def enter(_: nn.Module, inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:

@@ -19,7 +19,7 @@ from shardline.planning.parameters import count_parameters
 if TYPE_CHECKING:
     from shardline.models.config import DecoderConfig
 
-__all__ = ["matmul_parameters", "training_flops_per_token", "utilisation"]
+__all__ = ["layer_costs", "matmul_parameters", "training_flops_per_token", "utilisation"]
 
 
 def matmul_parameters(model: DecoderConfig) -> int:
@@ -33,6 +33,17 @@ def training_flops_per_token(model: DecoderConfig, *, sequence_length: int) -> f
     width = model.num_heads * model.head_dim
     attention = sum(12 * width * min(sequence_length, window or sequence_length) for window in model.sliding_windows)
     return float(6 * matmul_parameters(model) + attention)
+
+
+def layer_costs(model: DecoderConfig, *, sequence_length: int) -> tuple[list[float], float]:
+    """Returns (training FLOPs of a token in each layer, in the head): what a pipeline is balanced by."""
+    count = count_parameters(model)
+    width = model.num_heads * model.head_dim
+    costs = [
+        6.0 * layer.active_matrices + 12 * width * min(sequence_length, window or sequence_length)
+        for layer, window in zip(count.layers, model.sliding_windows, strict=True)
+    ]
+    return costs, 6.0 * count.embedding
 
 
 def utilisation(flops_per_token: float, *, tokens_per_s: float, peak_flops: float | None) -> float | None:

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from shardline.models.attention import DenseAttention
 from shardline.models.decoder import Decoder
 from shardline.models.feedforward import BalanceLoss
+from shardline.parallel.tensor import TensorParallel
 
 __all__ = ["IGNORED", "LanguageModelLoss", "document_lengths"]
 
@@ -27,11 +28,24 @@ _CHUNK_ROWS = 256
 
 
 class LanguageModelLoss(nn.Module):
-    """Cross-entropy of the next token, summed. Logits exist only a chunk at a time, never for the whole batch."""
+    """Cross-entropy of the next token, summed. Logits exist only a chunk at a time, never for the whole batch.
 
-    def __init__(self, decoder: Decoder) -> None:
+    tensor             how the decoder is cut over tensor-parallel ranks, if it is
+    is_first, is_last  of the pipeline's stages; one alone is both
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        *,
+        tensor: TensorParallel | None = None,
+        is_first: bool = True,
+        is_last: bool = True,
+    ) -> None:
         super().__init__()
         self.decoder = decoder
+        self._tensor = tensor if tensor is not None and tensor.size > 1 else None
+        self._is_first, self._is_last = is_first, is_last
 
     def forward(
         self,
@@ -40,20 +54,34 @@ class LanguageModelLoss(nn.Module):
         documents_BT: Tensor,
         positions_BT: Tensor,
         scale: float | None = None,
+        x_BTD: Tensor | None = None,
     ) -> Tensor:
         """Returns the fp32 scalar sum of -log p(target) over targets that are not `IGNORED`.
+
+        A stage that is not the first takes `x_BTD` from the one before; one that is not the last returns it.
 
         With `scale`, what the caller multiplies the sum by, the gradients of mixtures of experts get their
         load-balancing loss too; the sum that is returned never contains it.
         """
-        config = self.decoder.config
-        x_BTD = self.decoder.hidden_states(
-            tokens_BT,
+        config, tensor = self.decoder.config, self._tensor
+        if self._is_first:
+            x_BTD = self.decoder.embed(tokens_BT, positions_BT=positions_BT)
+            x_BTD = tensor.enter(x_BTD) if tensor else x_BTD
+        assert x_BTD is not None
+        x_BTD = self.decoder.run_layers(
+            x_BTD,
             positions_BT=positions_BT,
             attention=DenseAttention(documents_BT),
             lengths_BT=document_lengths(documents_BT) if config.rope.depends_on_length else None,
             balance=self._balance(targets_BT, documents_BT, scale) if config.num_experts and scale else None,
         )
+        if not self._is_last:
+            return x_BTD
+        x_BTD = self.decoder.finish(x_BTD)
+        if tensor is not None:
+            return tensor.cross_entropy(
+                tensor.leave(x_BTD).flatten(0, 1), targets_BT.flatten(), ignored=IGNORED, chunk_rows=_CHUNK_ROWS
+            )
         if config.final_softcap is not None:
             return self._softcapped(x_BTD.flatten(0, 1), targets_BT.flatten())
         return F.linear_cross_entropy(

@@ -11,28 +11,34 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardline.config import RunConfig, ShardlineError
 from shardline.models.decoder import Decoder
-from shardline.parallel.data import clip_gradients, parallelize
+from shardline.parallel.data import clip_gradients, gradient_norm, parallelize
 from shardline.parallel.grid import Layout
+from shardline.parallel.pipeline import Pipeline
 from shardline.parallel.shards import Shard
 from shardline.parallel.world import World
 from shardline.text.rows import Batch, PackedDataset
 from shardline.text.sampler import sample_rows
 from shardline.training.groups import assign_roles, freeze
-from shardline.training.loss import IGNORED, LanguageModelLoss
+from shardline.training.loss import IGNORED
+from shardline.training.model import ParallelModel
 from shardline.training.optimizer import begin_step, build_optimizer, learning_rate, optimizer_state
 from shardline.training.scaler import LossScaler
 
 __all__ = ["StepDeclined", "StepResult", "Trainer"]
+
+_Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Of a micro-batch: tokens, targets, documents, positions; each [B, T]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +81,9 @@ class Trainer:
         decoder: Decoder,
         rows: PackedDataset,
         heldout: PackedDataset | None,
+        weights: Iterable[tuple[str, Tensor]] | None = None,
     ) -> None:
+        """`weights` are the (name, whole tensor) pairs to start from; without them, those of `decoder`."""
         self.layout = Layout.resolve(config.parallel, world_size=world.size)
         self.step = 0
         self._config = config
@@ -83,30 +91,31 @@ class Trainer:
         self._rows = rows
         self._heldout = heldout
         self._num_micro_batches = self.layout.accumulation(config.train)
-        self._decoder = decoder.to(world.device).train()
-        roles = assign_roles(config.optimizer, decoder.config)
-        freeze(self._decoder, roles)
-        if config.train.precision == "bf16_pure":
-            for parameter in self._decoder.parameters():
-                parameter.data = parameter.data.to(torch.bfloat16)
-        if config.train.compile:
-            for layer in self._decoder.model.layers:
-                layer.compile()
+        _, self._data_rank, self._tensor_rank = self.layout.coordinates(world.rank)
         mesh = self.layout.mesh(world.device.type)
+        self.model = ParallelModel(config, decoder.config, layout=self.layout, mesh=mesh)
+        if config.train.precision == "bf16_pure":
+            self.model.module.to(torch.bfloat16)
+        roles = assign_roles(config.optimizer, decoder.config)
+        freeze(self.model, roles)
         self._ranks = parallelize(
-            LanguageModelLoss(self._decoder),
-            layers=self._decoder.model.layers,
+            self.model.module,
+            layers=self.model.layers,
             layout=self.layout,
             mesh=mesh,
             precision=config.train.precision,
+            device=world.device,
+            fill=lambda: self.model.fill(decoder.named_parameters() if weights is None else weights),
             offload_parameters=config.parallel.offload.params == "cpu",
         )
+        self._pipeline = self._make_pipeline(mesh) if self.layout.pipeline > 1 else None
         self._optimizer = build_optimizer(
             config,
             self._ranks,
-            self._decoder,
+            self.model,
             roles=roles,
             mesh=mesh,
+            placements=self.model.placements,
             folder=Path(config.run) / "offload" / f"rank-{world.rank}",
         )
         self._scaler = LossScaler() if config.train.precision == "fp16" else None
@@ -119,7 +128,7 @@ class Trainer:
         """
         config, started = self._config, time.perf_counter()
         micro_batches = list(self._micro_batches())
-        count = sum(int((m.targets_BT != IGNORED).sum()) for m in micro_batches)
+        count = sum(int((m.targets_BT != IGNORED).sum()) for m in micro_batches) * self._counts_here
         num_tokens, *tally = self._world.sum(torch.tensor([count, *votes], dtype=torch.float64)).tolist()
         if any(tally):
             raise StepDeclined(tuple(map(bool, tally)))
@@ -127,21 +136,23 @@ class Trainer:
         if not num_tokens:
             raise ShardlineError(f"Step {self.step} holds no token to learn from; check data.source.")
         loss_scale = self._scaler.scale if self._scaler is not None else None
-        loss_sum = torch.zeros(1)
-        for index, batch in enumerate(micro_batches):
-            # Every layout averages gradients over its ranks; the loss is a sum over them.
-            scale = self._ranks.num_ranks / num_tokens * (loss_scale or 1.0)
-            with self._ranks.micro_batch(last=index == len(micro_batches) - 1):
-                part = self._ranks.module(*self._to_device(batch), scale)
-            (part.float() * scale).backward()
-            loss_sum += part.detach().float().cpu()
-        loss = (self._world.sum(loss_sum) / num_tokens).item()
+        # Every layout averages gradients over its ranks; the loss is a sum over them.
+        scale = self._ranks.num_ranks / num_tokens * (loss_scale or 1.0)
+        self._world.heartbeat.mark("forward-backward")
+        loss_sum = self._run_micro_batches([self._to_device(batch) for batch in micro_batches], scale)
+        self._world.heartbeat.mark("gradients")
+        self._ranks.finish_gradients()
+        self.model.finish_gradients()
+        loss = (self._world.sum(loss_sum * self._loss_counts_here) / num_tokens).item()
         if self._scaler is not None:
-            self._scaler.unscale(self._decoder.parameters())
-        grad_norm = clip_gradients(self._decoder.parameters(), max_norm=config.optimizer.clip)
+            self._scaler.unscale(self.model.parameters())
+        shares = self.model.norm_shares(num_copies=self._ranks.num_copies)
+        grad_norm = gradient_norm(shares, total=self._world.sum)
+        clip_gradients(shares, norm=grad_norm, max_norm=config.optimizer.clip)
         usable = self._scaler is None or self._scaler.update(finite=math.isfinite(grad_norm))
         self._require_finite(loss, grad_norm if usable else 0.0)
         rate = learning_rate(config.optimizer, step=self.step, steps=config.train.steps)
+        self._world.heartbeat.mark("optimizer")
         begin_step(self._optimizer, rate=rate, step=self.step)
         if usable:
             self._optimizer.step()
@@ -164,13 +175,15 @@ class Trainer:
         if self._heldout is None or self._heldout.num_rows == 0:
             return None
         num_rows = min(self._config.train.eval_rows, self._heldout.num_rows)
+        self._world.heartbeat.mark("evaluate")
         totals = torch.zeros(2, dtype=torch.float64)
-        self._decoder.eval()
+        self.model.module.eval()
         with self._ranks.evaluation():
             for batch in self._heldout_batches(num_rows):
-                totals[0] += self._ranks.module(*self._to_device(batch)).cpu()
-                totals[1] += int((batch.targets_BT != IGNORED).sum())
-        self._decoder.train()
+                inputs = self._to_device(batch)
+                totals[0] += self._forward_only(inputs).cpu() * self._loss_counts_here
+                totals[1] += int((batch.targets_BT != IGNORED).sum()) * self._counts_here
+        self.model.module.train()
         loss_sum, num_tokens = self._world.sum(totals).tolist()
         return loss_sum / num_tokens if num_tokens else None
 
@@ -179,12 +192,61 @@ class Trainer:
 
         A rank returns what it holds: its shards under ZeRO-2 and 3, its own parameters' optimizer state under ZeRO-1.
         """
-        state = {f"model.{name}": Shard.of(parameter) for name, parameter in self._decoder.named_parameters()}
-        for name, shard in optimizer_state(self._optimizer, self._decoder).items():
+        state = {f"model.{name}": self.model.shard(name, each) for name, each in self.model.named_parameters()}
+        for name, shard in optimizer_state(self._optimizer, self.model, placements=self.model.placements).items():
             state[f"optimizer.{name}"] = shard
         for name, shard in self._scaler.shards().items() if self._scaler is not None else ():
             state[f"scaler.{name}"] = shard
         return state
+
+    def _run_micro_batches(self, batches: list[_Inputs], scale: float) -> Tensor:
+        """Forward and backward of a step; returns the sum of this rank's losses, [1] fp32 on the CPU."""
+        last = len(batches) - 1
+        if self._pipeline is not None:
+
+            def call(stage: int, x_BTD: Tensor | None, index: int) -> Tensor:
+                with self._ranks.micro_batch(last=False):
+                    return self._ranks.module(stage, *batches[index], scale, x_BTD)
+
+            loss = self._pipeline.step(call, loss_scale=scale, prepare=self._ranks.prepare_backward)
+            return loss.cpu().reshape(1)
+        loss_sum = torch.zeros(1)
+        for index, batch in enumerate(batches):
+            with self._ranks.micro_batch(last=index == last):
+                part = self._ranks.module(0, *batch, scale)
+            self._ranks.prepare_backward(last=index == last)
+            (part.float() * scale).backward()
+            loss_sum += part.detach().float().cpu()
+        return loss_sum
+
+    def _forward_only(self, batch: _Inputs) -> Tensor:
+        """Returns the loss of one batch, 0 where it does not arise on this rank."""
+        if self._pipeline is None:
+            return self._ranks.module(0, *batch)
+        return self._pipeline.forward(lambda stage, x_BTD: self._ranks.module(stage, *batch, None, x_BTD))
+
+    def _make_pipeline(self, mesh: DeviceMesh) -> Pipeline:
+        config = self._config
+        length = config.data.sequence_length // (self.layout.tensor if self.layout.sequence_parallel else 1)
+        half = {"fp32": torch.float32, "fp16": torch.float16}.get(config.train.precision, torch.bfloat16)
+        return Pipeline(
+            self.layout.make_schedule(self._num_micro_batches),
+            self.model.module.stages,
+            mesh=mesh,
+            shape=(config.train.micro_batch, length, self.model.config.hidden_size),
+            dtype=half,
+            device=self._world.device,
+        )
+
+    @property
+    def _counts_here(self) -> int:
+        """1 on the one rank of each data rank's replicas that counts its tokens, 0 on the others."""
+        return int(0 in self.model.stage_indices and self._tensor_rank == 0)
+
+    @property
+    def _loss_counts_here(self) -> int:
+        """1 on the one rank of each data rank's replicas whose loss counts, 0 on the others."""
+        return int(self.model.is_last and self._tensor_rank == 0)
 
     def _micro_batches(self) -> Iterator[Batch]:
         """This rank's share of the step's rows: micro-batch m of rank r is the (m * ranks + r)-th piece."""
@@ -192,7 +254,7 @@ class Trainer:
         rows = sample_rows(self.step, global_batch=train.global_batch, num_rows=self._rows.num_rows, seed=train.seed)
         size, ranks = train.micro_batch, self.layout.data
         for index in range(self._num_micro_batches):
-            start = (index * ranks + self._world.rank) * size
+            start = (index * ranks + self._data_rank) * size
             yield self._rows.batch(rows[start : start + size])
 
     def _heldout_batches(self, num_rows: int) -> Iterator[Batch]:
@@ -200,12 +262,12 @@ class Trainer:
         assert self._heldout is not None
         size, ranks = self._config.train.micro_batch, self.layout.data
         for start in range(0, num_rows, size * ranks):
-            wanted = np.arange(start + self._world.rank * size, start + (self._world.rank + 1) * size)
+            wanted = np.arange(start + self._data_rank * size, start + (self._data_rank + 1) * size)
             batch = self._heldout.batch(np.minimum(wanted, num_rows - 1))
             batch.targets_BT[wanted >= num_rows] = IGNORED
             yield batch
 
-    def _to_device(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _to_device(self, batch: Batch) -> _Inputs:
         arrays = (batch.tokens_BT, batch.targets_BT, batch.documents_BT, batch.positions_BT)
         tokens, targets, documents, positions = (torch.from_numpy(array).to(self._world.device) for array in arrays)
         return tokens, targets, documents, positions
