@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import shutil
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from shardline.parallel.offload import DeviceMemory
 from shardline.training.groups import assign_roles
 from shardline.training.kinds import initial_state, make_library_optimizer, require_library
 from training.conftest import with_layout
-from training.jobs import losses, small_model, state_geometry
+from training.jobs import losses, small_model, state_dtypes, state_geometry, straight_and_resumed
 
 HAS_TORCHAO = importlib.util.find_spec("torchao") is not None
 RATES = {"muon": 3e-3, "adafactor": 0.2}
@@ -146,6 +147,20 @@ def test_our_first_state_is_the_library_s(kind, shape):
     assert {key: value.shape for key, value in ours.items() if value is not None} == {
         key: value.shape for key, value in theirs.items() if value is not None
     }
+
+
+@pytest.mark.skipif(not HAS_TORCHAO or shutil.which("g++") is None, reason="needs torchao, which compiles its step")
+def test_eight_bit_state_is_the_same_in_every_layout(workers, base_config, cache, tmp_path):
+    config = optimizing(with_layout(base_config, zero=0, micro_batch=16, steps=6), name="adamw_8bit")
+    expected = workers.run(1, losses, config, cache, True)
+    assert expected["loss"][-1] < expected["loss"][0] - 0.3
+    for zero in (0, 3):
+        actual = workers.run(2, losses, with_layout(config, zero=zero, micro_batch=8, steps=6), cache, True)
+        np.testing.assert_allclose(actual["loss"], expected["loss"], rtol=1e-4)  # a code can flip by a rounding
+    dtypes = workers.run(1, state_dtypes, config, cache)
+    assert dtypes["optimizer.model.layers.0.mlp.up_proj.weight.exp_avg.codes"] == "torch.uint8"
+    straight, resumed = workers.run(1, straight_and_resumed, config, cache, tmp_path)
+    assert straight == resumed
 
 
 @pytest.mark.skipif(HAS_TORCHAO, reason="torchao is installed")
