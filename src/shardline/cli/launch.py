@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--print", action="store_true", help="write to standard output (the default)")
     parser.add_argument("--output", metavar="FILE", help="write to FILE instead")
     parser.add_argument("--nodes", type=int, help="machines; follows from the layout, or 1 where parallel.data is auto")
-    parser.add_argument("--gpus-per-node", type=int, help="GPUs, and so processes, on each; follows, or 8")
+    parser.add_argument("--gpus-per-node", type=int, help="GPUs, and so processes, on each; follows, at most 8")
     parser.add_argument("--nproc-per-node", type=int, help="processes on each of nodes without GPUs")
     parser.add_argument("--cpus-per-process", type=int, default=8, help="cores, and threads, of a process [8]")
     parser.add_argument("--max-restarts", type=int, default=3, help="times that torchrun starts failed ranks anew [3]")

@@ -97,8 +97,13 @@ def choose_machines(
     flag = "--gpus-per-node" if nproc_per_node is None else "--nproc-per-node"
     parallel = config.parallel
     if parallel.data == "auto":
-        per_node, nodes = per_node or _GPUS_PER_NODE, nodes or 1
+        nodes = nodes or 1
         reason = "parallel.data is auto and takes what the nodes have"
+        if per_node is None:
+            per_node = next((n for n in range(_GPUS_PER_NODE, 0, -1) if _works(config, nodes * n)), _GPUS_PER_NODE)
+            reason = (
+                f"parallel.data is auto; as many as the layout and train.global_batch take, {_GPUS_PER_NODE} at most"
+            )
     else:
         total = parallel.data * parallel.tensor * parallel.pipeline
         reason = f"the layout has {total} processes"
@@ -256,6 +261,14 @@ def skypilot_task(machines: Machines, options: JobOptions) -> str:
     if machines.nodes > 1 and not options.bucket:
         comment += "# The run directory must lie on storage that every node mounts; --bucket URI mounts one.\n"
     return comment + _yaml(task)
+
+
+def _works(config: RunConfig, num_processes: int) -> bool:
+    try:
+        Layout.resolve(config.parallel, world_size=num_processes).accumulation(config.train)
+    except InfeasibleError:
+        return False
+    return True
 
 
 def _share(parallel: ParallelConfig, total: int, size: int, flag: str) -> int:
