@@ -125,9 +125,16 @@ class Family(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     def read(self, raw: Mapping[str, Any]) -> DecoderConfig:
         """Returns our config; raises `UsageError` for a missing key or one that is not understood."""
-        self._check_mathematics(raw)
+        own = {*self.understood, *(name for key in self.keys.values() for name in key.names)}
+        for name, value in {**self.neutral, **self.required}.items():
+            if name not in own and raw.get(name) is not None and raw[name] != value:
+                raise UsageError(
+                    f"config.json: {name} = {raw[name]!r} changes what the model computes and is not "
+                    f"understood for model_type {self.model_type!r}."
+                )
         read_rest, _ = REST[self.rest]
         fields: dict[str, Any] = {}
+        # What is computed comes last, from what the file says.
         for ours, key in sorted(self.keys.items(), key=lambda item: item[1].computed is not None):
             fields[ours] = key.read(raw, fields)
         eos = raw.get("eos_token_id")
@@ -158,15 +165,6 @@ class Family(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             yield from _expand(self.layer, config, prefixes=prefixes, routes=config.routes(layer))
         yield from _expand(self.after, config)
 
-    def _check_mathematics(self, raw: Mapping[str, Any]) -> None:
-        own = {*self.understood, *(name for key in self.keys.values() for name in key.names)}
-        for key, value in {**self.neutral, **self.required}.items():
-            if key not in own and raw.get(key) is not None and raw[key] != value:
-                raise UsageError(
-                    f"config.json: {key} = {raw[key]!r} changes what the model computes and is not "
-                    f"understood for model_type {self.model_type!r}."
-                )
-
 
 @cache
 def families() -> dict[str, Family]:
@@ -191,24 +189,23 @@ def _expand(
     rows: Iterable[Row], config: DecoderConfig, *, prefixes: tuple[str, str] = ("", ""), routes: bool = False
 ) -> Iterator[TensorRule]:
     fields = {**vars(config), "routes": routes}
-    there = [row for row in rows if _evaluate(row.when, fields)]
     # Rows of experts stand together in the files: all of the first one's, then all of the next one's.
-    for of_experts, group in groupby(there, key=lambda row: "{expert}" in row.theirs):
-        neighbours = list(group)
+    for of_experts, group in groupby(rows, key=lambda row: "{expert}" in row.theirs):
+        there = [row for row in group if _evaluate(row.when, fields)]
         for expert in range(config.num_experts if of_experts else 1):
-            for row in neighbours:
+            for row in there:
                 theirs = prefixes[0] + row.theirs.format(expert=expert)
                 names = (row.ours,) if isinstance(row.ours, str) else row.ours or (row.theirs,)
-                ours = [prefixes[1] + name.format(expert=expert) for name in names]
                 for kind in ("weight", "bias") if _evaluate(row.bias, fields) else ("weight",):
-                    kinds = tuple(f"{name}.{kind}" for name in ours)
-                    yield TensorRule(theirs=f"{theirs}.{kind}", ours=kinds, op=OPS[row.op])
+                    ours = tuple(f"{prefixes[1]}{name.format(expert=expert)}.{kind}" for name in names)
+                    yield TensorRule(theirs=f"{theirs}.{kind}", ours=ours, op=OPS[row.op])
 
 
 def _evaluate(expression: str | float | None, fields: Mapping[str, Any]) -> Any:
     """Returns the value of `A`, `not A`, `A * B`, `A ** B` or `A / B` (exact): fields or numbers."""
-    words = expression.split() if isinstance(expression, str) else [expression]
-    match [_value(word, fields) for word in words]:
+    if not isinstance(expression, str):
+        return expression
+    match [_value(word, fields) for word in expression.split()]:
         case [value]:
             return value
         case ["not", value]:
@@ -224,10 +221,10 @@ def _evaluate(expression: str | float | None, fields: Mapping[str, Any]) -> Any:
     raise ValueError(f"{expression!r} is none of A, not A, A * B, A ** B and A / B")
 
 
-def _value(word: Any, fields: Mapping[str, Any]) -> Any:
+def _value(word: str, fields: Mapping[str, Any]) -> Any:
     if word in fields:
         return fields[word]
-    if not isinstance(word, str) or word in ("not", "*", "**", "/"):
+    if word in ("not", "*", "**", "/"):
         return word
     if word.replace(".", "").isdecimal():
         return float(word) if "." in word else int(word)

@@ -88,9 +88,9 @@ def _read_gemma2(raw: Values, fields: Values) -> dict[str, Any]:
 
 
 def _write_gemma2(config: DecoderConfig) -> dict[str, Any]:
-    assert config.query_scale is not None, "what is read has it"
+    scale = config.query_scale or config.head_dim**-0.5
     return {
-        "query_pre_attn_scalar": config.raw.get("query_pre_attn_scalar", round(config.query_scale**-2)),
+        "query_pre_attn_scalar": config.raw.get("query_pre_attn_scalar", round(scale**-2)),
         "sliding_window": _window(config) or config.raw.get("sliding_window"),
         "layer_types": _kinds(config),
     }
@@ -107,10 +107,9 @@ def _read_gemma3(raw: Values, fields: Values) -> dict[str, Any]:
 
 
 def _write_gemma3(config: DecoderConfig) -> dict[str, Any]:
-    assert config.local_rope is not None, "what is read has it"
-    whole, local = write_rope(config.rope), write_rope(config.local_rope)
+    whole, local = write_rope(config.rope), write_rope(config.local_rope or config.rope)
     nested = {"full_attention": whole["rope_parameters"], "sliding_attention": local["rope_parameters"]}
-    theta = {"rope_local_base_freq": config.local_rope.theta}
+    theta = {"rope_local_base_freq": local["rope_theta"]}
     return {**_write_gemma2(config), **whole, "rope_parameters": nested, **theta}
 
 

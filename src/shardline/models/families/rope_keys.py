@@ -25,7 +25,6 @@ _USED: dict[str, tuple[str, ...]] = {
     "longrope": (*_BOTH, "attention_factor", "short_factor", "long_factor"),
 }
 _ALWAYS = ("factor", "low_freq_factor", "high_freq_factor", "short_factor", "long_factor")
-_FIELDS = {name for names in _USED.values() for name in names}
 
 
 def read_rope(raw: Mapping[str, Any], *, theta: float = 10000.0, partial: float = 1.0) -> RopeConfig:
@@ -72,7 +71,7 @@ def _parse(keys: dict[str, Any], context: int | None) -> RopeConfig:
     kind: Any = "longrope" if name == "su" else name
     if kind not in _USED:
         raise UsageError(f"config.json: rope type {name!r} is not supported{nearest(str(name), _USED)}")
-    known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *_FIELDS}
+    known = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}.union(*_USED.values())
     unknown = sorted(key for key, value in keys.items() if key not in known and value is not None)
     if unknown:
         raise UsageError(
