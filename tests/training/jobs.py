@@ -221,3 +221,11 @@ def whole_state(world: World, trainer: Trainer) -> dict[str, torch.Tensor]:
         whole[tuple(slice(o, o + n) for o, n in zip(offsets, local.shape, strict=True))] = local
     assert not any(whole.isnan().any() for whole in wholes.values())
     return wholes
+
+
+def scaled_losses(world: World, config: RunConfig, cache: Path, scale: float) -> dict[str, Any]:
+    """Trains fp16 from the given loss scale."""
+    trainer = make_trainer(world, config, cache)
+    trainer.state()["scaler.scale"].local.fill_(scale)
+    steps = [trainer.train_step() for _ in range(config.train.steps)]
+    return {"loss": [step.loss for step in steps], "num_skipped": steps[-1].num_skipped}

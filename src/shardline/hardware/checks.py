@@ -127,7 +127,7 @@ def _instructions(report: Report) -> str:
 def _accelerator(report: Report) -> str:
     found = report.machine.accelerators
     if not found:
-        return f"none ({report.machine.no_accelerator}); the CPU is used"
+        return f"none ({report.machine.no_accelerator}); the CPU is used, so offload to the CPU gains nothing"
     first = found[0]
     detail = f", capability {first.capability}" if first.capability else ""
     return f"{len(found)} x {first.name} ({first.kind}, {_gib(first.memory_bytes)}{detail})"

@@ -14,6 +14,7 @@ from shardline import __version__
 from shardline.planning.memory import PARTS
 from shardline.planning.parameters import count_parameters
 from shardline.planning.search import GIB, Candidate, Plan
+from shardline.planning.state import offload_notes
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -71,6 +72,7 @@ def plan_lines(plan: Plan) -> list[str]:
     ]
     if plan.chosen is not None:
         lines.append(f"chosen: {plan.chosen.name}: {plan.chosen.reason}")
+    lines += offload_notes(plan.model, run, machine, data_ranks=plan.configured.layout.data)
     lines += [f"why not {layout.name}: {layout.reason}" for layout in _shown(plan) if layout is not plan.chosen]
     return lines
 

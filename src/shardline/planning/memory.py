@@ -10,7 +10,7 @@ A run has moments of large use, and the peak is the largest of them; the parts r
     loss       the same with the head's gradient and the logits instead
     backward   the same with one layer's gradients in flight instead of the logits
     optimizer  weights, optimizer state and all gradients, as backward reaches the embedding; the fused AdamW that
-               follows needs no more
+               follows needs no more, others a bucket (`planning.state`)
     save       rank 0 gathers the weights that it writes
 
 Weights, gradients and optimizer state are those of `parallel.data`: DDP keeps gradients in its buckets from the
@@ -20,7 +20,6 @@ Symbols: n data ranks. Sizes are bytes.
 
 from __future__ import annotations
 
-import heapq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -34,6 +33,7 @@ from shardline.planning.activations import (
 )
 from shardline.planning.loss import loss_bytes
 from shardline.planning.parameters import count_parameters
+from shardline.planning.state import optimizer_state
 
 if TYPE_CHECKING:
     from shardline.config import RunConfig
@@ -122,13 +122,16 @@ class _Sizes:
     keeps_parameters: bool  # from forward to backward
     accumulates: bool
     tied: bool
-    full: int  # all parameters in fp32
+    full: int  # all parameters
     optimizer: int  # of the fattest rank
+    optimizer_bucket: int  # of offloaded state, while it is stepped
+    optimizer_in_flight: int  # between a parameter's owner and its holders
     head: int  # the head's weight, or the embedding's that stands in for it
     embedding: int
     outer: int  # FSDP2's root group: embedding, head, final norm
     layer: int
-    gathered_element: int  # bytes of a gathered parameter
+    element: int  # bytes of a parameter
+    gathered_element: int  # the same when it is gathered
     activations: int
     in_forward: int
     in_backward: int
@@ -139,9 +142,12 @@ class _Sizes:
     def of(cls, model: DecoderConfig, run: RunConfig, *, data_ranks: int, zero: int) -> _Sizes:
         count = count_parameters(model)
         sharded = zero >= 2 and data_ranks > 1
+        pure = run.train.precision == "bf16_pure"
         arithmetic: Arithmetic = "fp32"
-        if run.train.precision == "bf16":
-            arithmetic = "bf16" if sharded else "autocast"
+        if run.train.precision != "fp32":
+            arithmetic = "bf16" if sharded or pure else "autocast"
+        element = _BF16 if pure else _FP32
+        state = optimizer_state(model, run, data_ranks=data_ranks, zero=zero)
         shape: dict[str, Any] = {
             "rows": run.train.micro_batch,
             "sequence_length": run.data.sequence_length,
@@ -156,12 +162,15 @@ class _Sizes:
             keeps_parameters=zero == 2,
             accumulates=accumulates,
             tied=model.tie_word_embeddings,
-            full=_FP32 * count.total,
-            optimizer=2 * _FP32 * _largest_share(count.tensors, data_ranks if zero else 1, whole=zero == 1),
-            head=_FP32 * (count.head or count.embedding),
-            embedding=_FP32 * count.embedding,
-            outer=_FP32 * count.outer,
-            layer=_FP32 * max(layer.total for layer in count.layers),
+            full=element * count.total,
+            optimizer=state.kept_bytes,
+            optimizer_bucket=state.bucket_bytes,
+            optimizer_in_flight=state.in_flight_bytes,
+            head=element * (count.head or count.embedding),
+            embedding=element * count.embedding,
+            outer=element * count.outer,
+            layer=element * max(layer.total for layer in count.layers),
+            element=element,
             gathered_element=_BF16 if arithmetic == "bf16" else _FP32,
             activations=activations + outer_bytes(model, **shape),
             in_forward=layer_forward_bytes(model, layer=layers[-1], **shape),
@@ -179,8 +188,8 @@ class _Sizes:
         )
 
     def gathered(self, size: int) -> int:
-        """What `size` bytes of fp32 parameters take when they are gathered."""
-        return size * self.gathered_element // _FP32
+        """What `size` bytes of parameters take when they are gathered."""
+        return size * self.gathered_element // self.element
 
 
 def _moment(sizes: _Sizes, phase: Phase) -> MemoryPrediction:
@@ -192,11 +201,15 @@ def _moment(sizes: _Sizes, phase: Phase) -> MemoryPrediction:
         activations, logits = sizes.activations, sizes.loss
     if phase == "backward":
         activations = sizes.activations + sizes.in_backward
+    optimizer = 0 if phase == "build" else sizes.optimizer
+    if phase == "optimizer":
+        optimizer += sizes.optimizer_bucket
+        communication += sizes.optimizer_in_flight
     return MemoryPrediction(
         phase=phase,
         weights_bytes=weights,
         gradients_bytes=gradients,
-        optimizer_bytes=0 if phase == "build" else sizes.optimizer,
+        optimizer_bytes=optimizer,
         activations_bytes=activations,
         logits_bytes=logits,
         communication_bytes=communication,
@@ -241,16 +254,6 @@ def _sharded(sizes: _Sizes, phase: Phase) -> tuple[int, int, int]:
         tied = sizes.gathered(sizes.head) if sizes.tied else 0
         return shard, shard + root + tied, root + sizes.outer
     return shard, 0, sizes.full
-
-
-def _largest_share(tensors: tuple[int, ...], ranks: int, *, whole: bool) -> int:
-    """Elements of the fattest rank: an equal share, or whole tensors dealt out largest first to the emptiest rank."""
-    if not whole:
-        return -(-sum(tensors) // ranks)
-    shares = [0] * ranks  # a heap; all are empty, so it is one already
-    for size in sorted(tensors, reverse=True):
-        heapq.heapreplace(shares, shares[0] + size)
-    return max(shares)
 
 
 def _kept_by_allocator(

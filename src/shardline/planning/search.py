@@ -162,7 +162,7 @@ def sent_bytes(model: DecoderConfig, run: RunConfig, layout: Layout, *, num_micr
     """
     gathers = {0: 0, 1: 0, 2: 1, 3: 2 * num_micro_batches}[layout.zero]
     reductions = {0: 2, 1: 3, 2: num_micro_batches, 3: num_micro_batches}[layout.zero]
-    gathered_bytes = 2 if run.train.precision == "bf16" else _FP32
+    gathered_bytes = _FP32 if run.train.precision == "fp32" else _FP32 // 2
     total = (gathers * gathered_bytes + reductions * _FP32) * count_parameters(model).total
     return total * (layout.data - 1) // layout.data
 

@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from shardline.config import OptimizerConfig, UsageError
+from shardline.config import InfeasibleError, OptimizerConfig, UsageError
 from shardline.models.config import DecoderConfig
 from shardline.models.decoder import Decoder
 
@@ -71,7 +71,16 @@ def assign_roles(config: OptimizerConfig, model: DecoderConfig) -> dict[str, Rol
 
 
 def freeze(decoder: nn.Module, roles: dict[str, Role]) -> None:
-    """Takes gradients away from the parameters that are frozen; call it before anything wraps the decoder."""
+    """Takes gradients away from the parameters that are frozen; call it before anything wraps the decoder.
+
+    Raises `InfeasibleError` where a pipeline stage has nothing left to train.
+    """
+    names = [name for name, _ in decoder.named_parameters()]
+    if names and all(roles[name].frozen for name in names):
+        raise InfeasibleError(
+            f"optimizer.groups freezes every parameter of a pipeline stage ({names[0]} to {names[-1]}), and a stage "
+            "without gradients can't take part; lower parallel.pipeline, or freeze less."
+        )
     for name, parameter in decoder.named_parameters():
         if roles[name].frozen:
             parameter.requires_grad_(False)
