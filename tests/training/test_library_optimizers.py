@@ -50,6 +50,27 @@ def test_losses_equal_one_process(name, processes, zero, expected, workers, base
         np.testing.assert_allclose(actual[key], expected[name][key], rtol=1e-5, err_msg=key)
 
 
+PARALLEL = [  # (processes, what `parallel` says)
+    (2, {"tensor": 2}),
+    (2, {"pipeline": 2}),
+    (4, {"tensor": 2, "zero": 1}),
+    (4, {"tensor": 2, "zero": 3}),
+    (4, {"pipeline": 2, "zero": 2}),
+    (4, {"tensor": 2, "pipeline": 2, "sequence_parallel": True}),
+    (4, {"zero": 3, "zero_group": 2}),
+]
+
+
+@pytest.mark.parametrize("name", sorted(RATES))
+@pytest.mark.parametrize(("processes", "layout"), PARALLEL, ids=str)
+def test_losses_equal_one_process_over_other_axes(name, processes, layout, expected, workers, base_config, cache):
+    config = optimizing(with_layout(base_config, zero=0, micro_batch=4, steps=8), name=name, lr=RATES[name])
+    config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, **layout))
+    actual = workers.run(processes, losses, config, cache, True)
+    for key in ("loss", "heldout"):
+        np.testing.assert_allclose(actual[key], expected[name][key], rtol=1e-5, err_msg=key)
+
+
 @pytest.mark.parametrize("zero", [0, 3])
 def test_state_is_dealt_out_whole_at_every_stage(zero, workers, base_config, cache):
     config = optimizing(with_layout(base_config, zero=zero, micro_batch=4), name="muon")
