@@ -205,7 +205,7 @@ class Pipeline:
                 here = out
             else:
                 target = self.schedule.rank_of_stage[stage + 1]
-                dist.send(out.contiguous(), self.global_ranks[target], group=self.groups["F"])
+                dist.send(out.to(self.dtype).contiguous(), self.global_ranks[target], group=self.groups["F"])
         return loss
 
 
