@@ -34,9 +34,15 @@ class Workers:
             for rank, pipe in enumerate(self._pipes[:size]):
                 pipe.send((os.path.join(folder, "store"), rank, size, job, args))
             answers = []
+            waited_s = 120.0
             for rank, pipe in enumerate(self._pipes[:size]):
-                assert pipe.poll(120), f"rank {rank} of {size} did not answer in 120 s"
+                if not pipe.poll(waited_s):
+                    answers.append((False, f"rank {rank} of {size} did not answer in {waited_s:.0f} s"))
+                    waited_s = 1.0
+                    continue
                 answers.append(pipe.recv())
+            # A rank that failed leaves others waiting: its own words come first.
+            answers.sort(key=lambda answer: not answer[0] and "did not answer" in str(answer[1]))
         for ok, answer in answers:
             if not ok:
                 raise answer if isinstance(answer, Exception) else AssertionError(answer)

@@ -75,14 +75,14 @@ def _all_reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 def _all_gather(x_BTD: Tensor, group: dist.ProcessGroup) -> Tensor:
     size = group.size()
     parts = x_BTD.new_empty((size, *x_BTD.shape))
-    dist.all_gather_into_tensor(parts, x_BTD.contiguous(), group=group)
+    dist.all_gather_single(parts.flatten(0, 1), x_BTD.contiguous(), group=group)
     return parts.movedim(0, 1).flatten(1, 2)
 
 
 def _reduce_scatter(x_BTD: Tensor, group: dist.ProcessGroup) -> Tensor:
-    parts = torch.stack(x_BTD.chunk(group.size(), dim=1))
-    own = torch.empty_like(parts[0])
-    dist.reduce_scatter_tensor(own, parts, group=group)
+    parts = torch.cat(x_BTD.chunk(group.size(), dim=1))
+    own = parts.new_empty((x_BTD.shape[0], x_BTD.shape[1] // group.size(), x_BTD.shape[2]))
+    dist.reduce_scatter_single(own, parts, group=group)
     return own
 
 

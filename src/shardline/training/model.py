@@ -88,8 +88,8 @@ class ParallelModel:
             self._decoders[stage] = decoder
             self._tensors.append(tensor)
             losses[stage] = LanguageModelLoss(decoder, tensor=tensor, is_first=is_first, is_last=is_last)
-        if architecture.tie_word_embeddings and len(self._decoders) > 1 and not self._ties:
-            first, last = self._decoders[0], self._decoders[self._num_stages - 1]
+        first, last = self._decoders.get(0), self._decoders.get(self._num_stages - 1)
+        if architecture.tie_word_embeddings and first and last and first is not last:
             last.model.embed_tokens = first.model.embed_tokens  # a V begins and ends on the same rank
         self.placements: dict[str, Placement] = {
             name: place for tensor in self._tensors for name, place in tensor.placements.items()
