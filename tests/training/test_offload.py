@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -50,6 +51,37 @@ def test_offloaded_optimizer_changes_no_bit(place, processes, zero, plain, worke
     config = clipped(with_layout(base_config, zero=zero, micro_batch=4, steps=6))
     config = offloading(config, tmp_path, optimizer=place)
     assert workers.run(processes, losses, config, cache, True) == plain(processes, zero)
+
+
+@pytest.mark.parametrize(
+    ("processes", "layout"),
+    [
+        (2, {"tensor": 2}),
+        (2, {"pipeline": 2}),
+        (4, {"tensor": 2, "zero": 1}),
+        (4, {"tensor": 2, "zero": 3}),
+        (4, {"pipeline": 2, "zero": 2}),
+        (4, {"zero": 3, "zero_group": 2}),
+    ],
+    ids=str,
+)
+def test_nor_over_other_axes(processes, layout, workers, base_config, cache, tmp_path):
+    config = clipped(with_layout(base_config, zero=0, micro_batch=4, steps=6))
+    config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, **layout))
+    expected = workers.run(processes, losses, config, cache, True)
+    assert workers.run(processes, losses, offloading(config, tmp_path, optimizer="disk"), cache, True) == expected
+
+
+@pytest.mark.parametrize(
+    ("processes", "layout"), [(2, {"pipeline": 2}), (2, {"tensor": 2}), (4, {"tensor": 2})], ids=str
+)
+def test_parameters_offloaded_over_other_axes(processes, layout, workers, base_config, cache, tmp_path):
+    config = clipped(with_layout(base_config, zero=3, micro_batch=4, steps=4))
+    config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, **layout))
+    expected = workers.run(processes, losses, config, cache, True)
+    actual = workers.run(processes, losses, offloading(config, tmp_path, params="cpu"), cache, True)
+    for key in ("loss", "grad_norm", "heldout"):
+        np.testing.assert_allclose(actual[key], expected[key], rtol=1e-6, err_msg=key)
 
 
 @pytest.mark.parametrize("zero", [1, 3])

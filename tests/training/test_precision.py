@@ -128,6 +128,18 @@ def test_pure_bf16_learns_as_fp32_does_and_holds_nothing_larger(processes, zero,
     assert {dtype for name, dtype in dtypes.items() if not name.endswith(".step")} == {"torch.bfloat16"}
 
 
+@pytest.mark.parametrize("precision", ["bf16_pure", "fp16", "bf16"])
+@pytest.mark.parametrize("layout", [{"tensor": 2}, {"pipeline": 2}, {"tensor": 2, "zero": 3}], ids=str)
+def test_half_precision_over_other_axes(layout, precision, fp32, workers, base_config, cache):
+    config = precise(with_layout(base_config, zero=0, micro_batch=4, steps=12), precision)
+    config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, **layout))
+    processes = 4 if "zero" in layout else 2
+    job, *words = (scaled_losses, 2.0**12) if precision == "fp16" else (losses, True)
+    actual = workers.run(processes, job, config, cache, *words)
+    np.testing.assert_allclose(actual["loss"], fp32["loss"], rtol=1e-2)
+    assert actual["loss"] != fp32["loss"]
+
+
 @pytest.mark.parametrize("name", ["adafactor", "muon"])
 def test_whole_matrix_optimizers_in_pure_bf16(name, workers, base_config, cache):
     config = precise(with_layout(base_config, zero=3, micro_batch=8, steps=8), "bf16_pure", name=name, lr=3e-3)
