@@ -94,6 +94,7 @@ def settle(error: Exception, *, heartbeat: Heartbeat, num_ranks: int) -> BaseExc
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     verdict: Exception = error
     if _is_collective_failure(error):
+        heartbeat.broken = True
         explained = _await_evidence(error, folder, heartbeat, num_ranks)
         if explained is None:
             return _silent(folder, heartbeat)

@@ -63,6 +63,7 @@ class Heartbeat:
         self.rank = rank
         self.folder: Path | None = None
         self.run_id = ""
+        self.broken = False  # a collective has failed: groups are of no more use, not even to be closed
         self.ending = False  # this rank knows that the run has failed, and is on its way out
         self._phase = "start"
         self._collective: str | None = None

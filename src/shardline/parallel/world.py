@@ -8,8 +8,10 @@ The group is `gloo` on CPU and `cpu:gloo,cuda:nccl` on CUDA, so that tensors on 
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
+import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -126,11 +128,22 @@ def start_world(*, store: dist.Store | None = None, rank: int = 0, size: int = 1
     try:
         yield World(rank=rank, size=size, local_rank=local_rank, device=device, heartbeat=heartbeat)
     except BaseException as error:
-        traceback.clear_frames(error.__traceback__)  # an error's frames would keep the modules alive, see below
+        if heartbeat.broken:
+            atexit.register(_leave_at_once, getattr(error, "exit_code", getattr(error, "code", 1)))
+        else:
+            traceback.clear_frames(error.__traceback__)  # an error's frames would keep the modules alive, see below
         raise
     finally:
         heartbeat.close("ended")
-        # Sharded modules hold the group in reference cycles. While one of them lives so do gloo's threads, and a thread
-        # that meets the interpreter's end aborts the process: one run in four did.
-        gc.collect()
-        dist.destroy_process_group()
+        if not heartbeat.broken:  # a broken group waits for what is under way, and so for the rank that does not come
+            # Sharded modules hold the group in reference cycles. While one of them lives so do gloo's threads, and a
+            # thread that meets the interpreter's end aborts the process: one run in four did.
+            gc.collect()
+            dist.destroy_process_group()
+
+
+def _leave_at_once(exit_code: int) -> None:
+    """Ends the process without torch's own farewells, which may wait for ever for a rank that is gone."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)
