@@ -70,7 +70,7 @@ def test_a_late_rank_is_named_with_what_it_does_under_torchrun(cluster):
     messages = [line for line in output.splitlines() if line.startswith("shardline train:")]
     assert len(messages) == 1, output
     assert f"Rank 0 waited {LIMIT_S} s for rank 1 in" in messages[0]
-    assert "is alive, but late; it was in step of step 3" in messages[0]
+    assert "is alive, but late; it was in data of step 3" in messages[0]
     assert "calling with_fault" in messages[0], "the line of code that it sleeps in"
 
 

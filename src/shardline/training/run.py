@@ -97,6 +97,8 @@ def train(
     architecture = model_config(config)
     _require_context(config, architecture)
     Layout.resolve(config.parallel, world_size=world.size).accumulation(config.train)
+    # A machine that took another's place has not been restarted; whoever was counts for all.
+    restarts = int(world.max(torch.tensor([float(restarts)])).item())
     checkpoint = world.first(lambda: run.open(config, resume=resume, restarts=restarts))
     log = open_log(run, rank=world.rank)
     log.info("rank %d of %d starts, process %d", world.rank, world.size, os.getpid())
@@ -173,7 +175,7 @@ class _Loop:
         while trainer.step < config.train.steps:
             started = time.perf_counter()
             self._world.heartbeat.begin_step(trainer.step + 1)
-            self._world.heartbeat.mark("step")
+            self._world.heartbeat.mark("data")
             try:
                 result = trainer.train_step(votes=(int(self._saver.failed), *interruption.votes))
             except StepDeclined as declined:
