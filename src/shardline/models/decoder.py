@@ -154,6 +154,7 @@ class Decoder(nn.Module):
         """Returns the residual stream after every layer that is here; the arguments are those of `hidden_states`."""
         turns = {rope: turner.cos_sin(positions_BT, lengths_BT) for rope, turner in self._ropes.items()}
         for layer in self.model.layers:
+            assert isinstance(layer, DecoderLayer)
             x_BTD = layer(x_BTD, turns.get(self.config.rope_of(layer.index)), attention, balance)
         return x_BTD
 

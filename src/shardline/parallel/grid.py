@@ -17,9 +17,12 @@ from shardline.config import InfeasibleError, ParallelConfig, TrainConfig
 from shardline.parallel.schedules import Schedule, ScheduleName, make_schedule
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Layout"]
+__all__ = ["Layout", "make_groups"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +105,7 @@ class Layout:
                 f"{max(1, round(train.global_batch / rows)) * rows}, or lower train.micro_batch."
             )
         count = train.global_batch // rows
-        if self.micro_batches not in (None, count):
+        if self.micro_batches is not None and self.micro_batches != count:
             raise InfeasibleError(
                 f"data ranks x train.micro_batch x parallel.micro_batches = {self.data} x {train.micro_batch} x "
                 f"{self.micro_batches} = {rows * self.micro_batches} rows, but train.global_batch = "
@@ -157,6 +160,22 @@ class Layout:
         shape = (self.pipeline, self.data // self.zero_group, self.zero_group, self.tensor)
         whole = init_device_mesh(mesh.device_type, shape, mesh_dim_names=("pipeline", "copies", "shards", "tensor"))
         return whole["copies", "shards"]
+
+
+def make_groups(lists: Iterable[list[int]]) -> ProcessGroup | None:
+    """Makes a process group of each list of ranks and returns this rank's, if it is in one.
+
+    Every rank of the world must call it with the same lists in the same order.
+    """
+    import torch.distributed as dist
+
+    mine = None
+    for ranks in lists:
+        group = dist.new_group(ranks)
+        if dist.get_rank() in ranks:
+            assert isinstance(group, dist.ProcessGroup)
+            mine = group
+    return mine
 
 
 def _zero_group(parallel: ParallelConfig, data: int) -> int | None:

@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
 from shardline.models.decoder import Decoder
+from shardline.parallel.grid import make_groups
 from shardline.parallel.schedules import Action, Schedule
 from shardline.parallel.tensor import RowParallelLinear
 
@@ -165,7 +166,9 @@ class Pipeline:
         self.schedule = schedule
         self.rank = mesh["pipeline"].get_local_rank()
         self.global_ranks = dist.get_process_group_ranks(mesh["pipeline"].get_group())
-        self.groups = {"F": mesh["pipeline"].get_group(), "B": _second_group(mesh)}
+        backward = make_groups(mesh.mesh.flatten(1).T.tolist())
+        assert backward is not None
+        self.groups = {"F": mesh["pipeline"].get_group(), "B": backward}
         self.shape, self.dtype, self.device = shape, dtype, device
         self.deferred: dict[int, _WeightGradients] = {}
         if schedule.split_backward:
@@ -306,14 +309,3 @@ class _Step:
         work, tensor = self._awaited.pop(action)
         work.wait()
         return tensor
-
-
-def _second_group(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """Another group of this rank's pipeline, made by every rank in the same order."""
-    mine = None
-    for line in mesh.mesh.flatten(1).T.tolist():
-        group = dist.new_group(line)
-        if dist.get_rank() in line:
-            mine = group
-    assert mine is not None
-    return mine

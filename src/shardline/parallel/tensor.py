@@ -29,11 +29,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardline.config import InfeasibleError
-from shardline.models.attention import SelfAttention
 from shardline.models.config import DecoderConfig
-from shardline.models.decoder import Decoder
+from shardline.models.decoder import Decoder, DecoderLayer
 from shardline.models.feedforward import Experts, FeedForward, MixtureOfExperts
 from shardline.parallel import collectives
+from shardline.parallel.grid import make_groups
 from shardline.parallel.vocabulary import vocabulary_parallel_cross_entropy
 
 __all__ = ["Placement", "RowParallelLinear", "TensorParallel", "check_tensor_parallel", "make_kv_group"]
@@ -214,9 +214,10 @@ class TensorParallel:
         """Puts the communication around the parts that are cut."""
         decoder = self._decoder
         for layer in decoder.model.layers:
-            attention: SelfAttention = layer.self_attn
+            assert isinstance(layer, DecoderLayer)
+            attention = layer.self_attn
             attention.register_forward_pre_hook(self._on_first_input(self._into))
-            attention.o_proj = RowParallelLinear(attention.o_proj, self._out_of)
+            attention.register_module("o_proj", RowParallelLinear(attention.o_proj, self._out_of))
             if attention.spec.alibi_slopes is not None:
                 heads = self._config.num_heads // self.size
                 slopes = attention.spec.alibi_slopes[self.rank * heads : (self.rank + 1) * heads]
@@ -226,12 +227,11 @@ class TensorParallel:
             else:
                 feedforward = cast(FeedForward, layer.mlp)
                 feedforward.register_forward_pre_hook(self._on_first_input(self._into))
-                feedforward.down_proj = RowParallelLinear(feedforward.down_proj, self._out_of)
+                feedforward.register_module("down_proj", RowParallelLinear(feedforward.down_proj, self._out_of))
         if hasattr(decoder.model, "embed_tokens"):
             placement = self.placements["model.embed_tokens.weight"]
-            decoder.model.embed_tokens = VocabularyParallelEmbedding(
-                decoder.model.embed_tokens, first=placement.offsets[0], group=self.group
-            )
+            cut = VocabularyParallelEmbedding(decoder.model.embed_tokens, first=placement.offsets[0], group=self.group)
+            decoder.model.register_module("embed_tokens", cut)
 
     def _rewire_experts(self, mlp: MixtureOfExperts) -> None:
         """Routing is done by every rank, on whole rows; each expert is cut, and their sum is reduced once."""
@@ -300,12 +300,7 @@ def make_kv_group(mesh: DeviceMesh, config: DecoderConfig) -> dist.ProcessGroup 
     replicas = size // config.num_kv_heads
     if replicas < 2:
         return None
-    mine = None
-    for ranks in _neighbours(mesh, replicas):
-        group = dist.new_group(ranks)
-        if dist.get_rank() in ranks:
-            mine = group
-    return mine
+    return make_groups(_neighbours(mesh, replicas))
 
 
 def _neighbours(mesh: DeviceMesh, count: int) -> Iterator[list[int]]:

@@ -19,7 +19,7 @@ from shardline.config import RunConfig
 from shardline.models.config import DecoderConfig
 from shardline.models.decoder import Decoder
 from shardline.parallel.data import local_tensor
-from shardline.parallel.grid import Layout
+from shardline.parallel.grid import Layout, make_groups
 from shardline.parallel.pipeline import balance, cut
 from shardline.parallel.recompute import recompute
 from shardline.parallel.shards import Shard
@@ -63,7 +63,7 @@ class ParallelModel:
         schedule = layout.make_schedule(layout.accumulation(config.train))
         self.stage_indices = schedule.stages_of(self._rank)
         self._ties = architecture.tie_word_embeddings and schedule.rank_of_stage[0] != schedule.rank_of_stage[-1]
-        self._tie_group = _first_and_last(mesh) if self._ties else None
+        self._tie_group = make_groups(_ends(mesh)) if self._ties else None
         costs, head = layer_costs(architecture, sequence_length=config.data.sequence_length)
         ranges = balance(costs, first=0.0, last=head, num_stages=self._num_stages)
         kv_group = make_kv_group(mesh, architecture) if layout.tensor > 1 else None
@@ -162,12 +162,6 @@ class ParallelModel:
         return self._ties and name == _EMBEDDING and 0 not in self.stage_indices
 
 
-def _first_and_last(mesh: DeviceMesh) -> dist.ProcessGroup | None:
-    """The group of this rank's pipeline's two ends, made by every rank in the same order; None between them."""
-    mine = None
-    for line in mesh.mesh.flatten(1).T.tolist():
-        ends = [line[0], line[-1]]
-        group = dist.new_group(ends)
-        if dist.get_rank() in ends:
-            mine = group
-    return mine
+def _ends(mesh: DeviceMesh) -> list[list[int]]:
+    """The first and the last rank of every pipeline."""
+    return [[line[0], line[-1]] for line in mesh.mesh.flatten(1).T.tolist()]
