@@ -177,16 +177,12 @@ def work(case: Case, steps: int) -> None:
 def train(case: Case, steps: int, world: Any) -> dict[str, int]:
     """Returns this process's memory at each point, in bytes."""
     from shardline.hardware.memory import peak_rss_bytes, rss_bytes
-    from shardline.models.decoder import Decoder
     from shardline.training.trainer import Trainer
 
     model = MODELS[case.model]
     rows: Any = RandomRows(model.vocab_size, case.sequence_length)
     seen = {"start": rss_bytes()}
-    decoder = Decoder(model)
-    decoder.initialize(seed=0)
-    seen["model"] = rss_bytes()
-    trainer = Trainer(config=case.config(), world=world, decoder=decoder, rows=rows, heldout=rows)
+    trainer = Trainer(config=case.config(), world=world, architecture=model, rows=rows, heldout=rows)
     seen["laid out"] = peak_rss_bytes()
     for step in range(steps):
         trainer.train_step()

@@ -12,7 +12,6 @@ import torch.distributed.checkpoint as dcp
 
 from shardline.config import RunConfig
 from shardline.models.config import DecoderConfig, RopeConfig
-from shardline.models.decoder import Decoder
 from shardline.models.feedforward import MixtureOfExperts
 from shardline.parallel.shards import LoadShards, SaveShards, Shard
 from shardline.parallel.world import World
@@ -37,10 +36,8 @@ def small_model(*, tied: bool = True) -> DecoderConfig:
 
 
 def make_trainer(world: World, config: RunConfig, cache: Path, *, tied: bool = True) -> Trainer:
-    decoder = Decoder(small_model(tied=tied))
-    decoder.initialize(seed=config.train.seed)
     rows, heldout = prepare_dataset(config.data, byte_tokenizer(), cache_dir=cache)
-    return Trainer(config=config, world=world, decoder=decoder, rows=rows, heldout=heldout)
+    return Trainer(config=config, world=world, architecture=small_model(tied=tied), rows=rows, heldout=heldout)
 
 
 def losses(world: World, config: RunConfig, cache: Path, tied: bool) -> dict[str, list[float]]:
@@ -122,10 +119,8 @@ def train_family(world: World, config: RunConfig, cache: Path, model: DecoderCon
     """Trains a decoder of any family; returns its losses and gradient norms, the gradients of the first step (after
     clipping), and how often an expert ran on no token at all.
     """
-    decoder = Decoder(model)
-    decoder.initialize(seed=config.train.seed)
     rows, _ = prepare_dataset(config.data, byte_tokenizer(), cache_dir=cache)
-    trainer = Trainer(config=config, world=world, decoder=decoder, rows=rows, heldout=None)
+    trainer = Trainer(config=config, world=world, architecture=model, rows=rows, heldout=None)
     gradients: dict[str, np.ndarray] = {}
     idle = 0
 

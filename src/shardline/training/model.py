@@ -125,17 +125,19 @@ class ParallelModel:
         return Shard.of(tensor, shape=place.shape, offsets=place.offsets)
 
     @torch.no_grad()
-    def fill(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Takes this rank's part of each whole tensor, one at a time."""
+    def fill(self, weights: Iterable[tuple[str, Tensor]] | None, *, seed: int) -> None:
+        """Takes this rank's part of each whole tensor, one at a time; without `weights`, of what `seed` makes."""
         parameters = dict(self.named_parameters())
+        if weights is None:
+            any_stage = next(iter(self._decoders.values()))
+            weights = (
+                (name, any_stage.initial_value(name, self.placements[name].shape, seed=seed)) for name in parameters
+            )
         missing = set(parameters)
         for name, whole in weights:
             if name in parameters:
                 shard = self.shard(name, parameters[name])
-                part = tuple(
-                    slice(start, start + size) for start, size in zip(shard.offsets, shard.local.shape, strict=True)
-                )
-                shard.local.copy_(whole[part])
+                shard.local.copy_(shard.part_of(whole))
                 missing.discard(name)
         assert not missing, f"no values for {sorted(missing)[:3]}"
 

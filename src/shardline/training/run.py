@@ -17,7 +17,7 @@ import msgspec
 import torch
 
 from shardline.checkpoints.hub import TOKENIZER_FILES, pin, resolve
-from shardline.checkpoints.huggingface import load_decoder, read_config, read_generation_config
+from shardline.checkpoints.huggingface import iter_tensors, read_config, read_generation_config
 from shardline.checkpoints.native import Checkpoint, ModelFolder, load_state, prune
 from shardline.checkpoints.saver import Saver
 from shardline.config import RunConfig, UsageError
@@ -26,7 +26,6 @@ from shardline.hardware.memory import peak_rss_bytes
 from shardline.hardware.peak import measure_matmul_flops
 from shardline.hardware.probe import probe
 from shardline.models.config import DecoderConfig
-from shardline.models.decoder import Decoder
 from shardline.models.presets import preset
 from shardline.parallel.failure import watch_ranks
 from shardline.parallel.grid import Layout
@@ -37,6 +36,7 @@ from shardline.text.dataset import prepare_dataset
 from shardline.text.rows import PackedDataset
 from shardline.text.tokenizer import Tokenizer, byte_tokenizer
 from shardline.training.interruption import SIGNALS, Interruption
+from shardline.training.model import check_layout
 from shardline.training.progress import Progress
 from shardline.training.report import write_report
 from shardline.training.run_directory import RunDirectory, open_log
@@ -96,7 +96,7 @@ def train(
     config = world.first(lambda: _pin_model(config))
     architecture = model_config(config)
     _require_context(config, architecture)
-    Layout.resolve(config.parallel, world_size=world.size).accumulation(config.train)
+    check_layout(config, architecture, Layout.resolve(config.parallel, world_size=world.size))
     # A machine that took another's place has not been restarted; whoever was counts for all.
     restarts = int(world.max(torch.tensor([float(restarts)])).item())
     checkpoint = world.first(lambda: run.open(config, resume=resume, restarts=restarts))
@@ -138,13 +138,19 @@ class _Loop:
         self._saver.newest = checkpoint
         self._tokenizer = _load_tokenizer(config, architecture)
         rows, heldout = self._load_data()
-        decoder = _build_decoder(config, architecture)
-        described = decoder.config
+        described = architecture
         if not config.model.path:  # a model that starts here takes its tokenizer's special ids
             described = dataclasses.replace(described, **_special_ids(self._tokenizer))
         generation = read_generation_config(resolve(config.model.path)) if config.model.path else {}
         self._model = ModelFolder(config=described, tokenizer=self._tokenizer, generation_config=generation)
-        self._trainer = Trainer(config=config, world=world, decoder=decoder, rows=rows, heldout=heldout)
+        self._trainer = Trainer(
+            config=config,
+            world=world,
+            architecture=architecture,
+            rows=rows,
+            heldout=heldout,
+            weights=iter_tensors(resolve(config.model.path)) if config.model.path else None,
+        )
         self._before: float | None = None
         self._saved_step = checkpoint.step if checkpoint else None
         if checkpoint is not None:
@@ -152,7 +158,7 @@ class _Loop:
             self._trainer.step = checkpoint.step
             self._before = checkpoint.read_manifest()["heldout_loss_before"]
             self._say(f"resumed from {checkpoint.path}")
-        self._flops_per_token = training_flops_per_token(decoder.config, sequence_length=config.data.sequence_length)
+        self._flops_per_token = training_flops_per_token(architecture, sequence_length=config.data.sequence_length)
         self._peak_flops = self._measure_peak()
 
     def run(self, interruption: Interruption, *, predicted_memory_gib: float) -> TrainResult:
@@ -297,7 +303,7 @@ class _Loop:
 
     def _measure_peak(self) -> float | None:
         """All ranks at once, since they share the machine's memory and power when they train."""
-        dtype = "bfloat16" if self._config.train.precision == "bf16" else "float32"
+        dtype = {"fp32": "float32", "fp16": "float16"}.get(self._config.train.precision, "bfloat16")
         peak = measure_matmul_flops(dtype, seconds=0.2, device=self._world.device.type)
         total = self._world.sum(torch.tensor([math.nan if peak is None else peak], dtype=torch.float64)).item()
         return None if math.isnan(total) else total
@@ -335,14 +341,6 @@ def _load_tokenizer(config: RunConfig, architecture: DecoderConfig) -> Tokenizer
             "embeddings; set model.tokenizer to the folder whose tokenizer belongs to this model."
         )
     return tokenizer
-
-
-def _build_decoder(config: RunConfig, architecture: DecoderConfig) -> Decoder:
-    if config.model.path:
-        return load_decoder(resolve(config.model.path))
-    decoder = Decoder(architecture)
-    decoder.initialize(seed=config.train.seed)
-    return decoder
 
 
 def _special_ids(tokenizer: Tokenizer) -> dict[str, Any]:

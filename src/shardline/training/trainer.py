@@ -1,6 +1,6 @@
 """The training step, the evaluation and the state of a run. No files, no printing: `training.run` does those.
 
-    trainer = Trainer(config=config, world=world, decoder=decoder, rows=train_rows, heldout=heldout_rows)
+    trainer = Trainer(config=config, world=world, architecture=preset("tiny"), rows=train_rows, heldout=heldout_rows)
     result = trainer.train_step()       # one optimizer step over train.global_batch rows
 
 The same losses come out of every layout: rows are chosen by the step's index alone, and the loss is divided by the
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardline.config import RunConfig, ShardlineError
-from shardline.models.decoder import Decoder
+from shardline.models.config import DecoderConfig
 from shardline.parallel.data import clip_gradients, gradient_norm, parallelize
 from shardline.parallel.grid import Layout
 from shardline.parallel.pipeline import Pipeline
@@ -78,12 +78,12 @@ class Trainer:
         *,
         config: RunConfig,
         world: World,
-        decoder: Decoder,
+        architecture: DecoderConfig,
         rows: PackedDataset,
         heldout: PackedDataset | None,
         weights: Iterable[tuple[str, Tensor]] | None = None,
     ) -> None:
-        """`weights` are the (name, whole tensor) pairs to start from; without them, those of `decoder`."""
+        """`weights` are the (name, whole tensor) pairs to start from; without them train.seed makes them."""
         self.layout = Layout.resolve(config.parallel, world_size=world.size)
         self.step = 0
         self._config = config
@@ -93,10 +93,10 @@ class Trainer:
         self._num_micro_batches = self.layout.accumulation(config.train)
         _, self._data_rank, self._tensor_rank = self.layout.coordinates(world.rank)
         mesh = self.layout.mesh(world.device.type)
-        self.model = ParallelModel(config, decoder.config, layout=self.layout, mesh=mesh)
+        self.model = ParallelModel(config, architecture, layout=self.layout, mesh=mesh)
         if config.train.precision == "bf16_pure":
             self.model.module.to(torch.bfloat16)
-        roles = assign_roles(config.optimizer, decoder.config)
+        roles = assign_roles(config.optimizer, architecture)
         freeze(self.model, roles)
         self._ranks = parallelize(
             self.model.module,
@@ -105,7 +105,7 @@ class Trainer:
             mesh=mesh,
             precision=config.train.precision,
             device=world.device,
-            fill=lambda: self.model.fill(decoder.named_parameters() if weights is None else weights),
+            fill=lambda: self.model.fill(weights, seed=config.train.seed),
             offload_parameters=config.parallel.offload.params == "cpu",
         )
         self._pipeline = self._make_pipeline(mesh) if self.layout.pipeline > 1 else None
