@@ -20,7 +20,7 @@ import pytest
 
 from parallel.cluster import TORCHRUN, Cluster
 
-LIMIT_S = 5
+LIMIT_S = 4
 STEPS = 60
 _numbers = itertools.count(os.getpid() % 10000 * 10)
 
@@ -92,7 +92,8 @@ class Machine:
             "ip", "netns", "exec", self.name, "unshare", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc",
             "sh", "-c", f'mount --bind {hosts} /etc/hosts && hostname {self.name} && exec "$@"', "sh",
             *TORCHRUN, "--nnodes", "2", "--nproc-per-node", "1", "--max-restarts", "3", "--rdzv-backend", "c10d",
-            "--rdzv-id", "two", "--rdzv-endpoint", "10.77.0.1:29411", "--local-addr", self.address,
+            "--rdzv-id", "two", "--rdzv-conf", "keep_alive_interval=1,keep_alive_max_attempt=2",
+            "--rdzv-endpoint", "10.77.0.1:29411", "--local-addr", self.address,
             "-m", "--", "shardline", "train", str(cluster.file), *words,
         ]  # fmt: skip
         return subprocess.Popen(
