@@ -1,6 +1,5 @@
 """Pipeline parallelism: a decoder cut into stages, and the run of a schedule over them.
 
-    ranges = balance(layer_costs, first=embedding_cost, last=head_cost, num_stages=4)
     cut(decoder, ranges[stage], is_first=..., is_last=...)
     pipeline = Pipeline(schedule, modules, mesh=mesh, shape=(2, 512, 576), dtype=torch.float32, device=device)
     loss = pipeline.step(call, loss_scale=scale, prepare=prepare)
@@ -12,7 +11,7 @@ order a rank works; this file moves tensors and calls autograd.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,38 +26,7 @@ from shardline.parallel.grid import make_groups
 from shardline.parallel.schedules import Action, Schedule
 from shardline.parallel.tensor import RowParallelLinear
 
-__all__ = ["Pipeline", "balance", "cut"]
-
-
-def balance(costs: Sequence[float], *, first: float, last: float, num_stages: int) -> list[range]:
-    """Returns the layers of each stage, so that the dearest stage is as cheap as can be.
-
-    first, last   what the first and the last stage pay beside their layers: embedding and head
-    Every stage gets a layer, except that the last may be the head alone when it is that dear.
-    """
-    num_layers = len(costs)
-    sums = [0.0]
-    for cost in costs:
-        sums.append(sums[-1] + cost)
-
-    def price(start: int, end: int, stage: int) -> float:
-        return sums[end] - sums[start] + (first if stage == 0 else 0) + (last if stage == num_stages - 1 else 0)
-
-    # best[end]: (dearest stage, starts) of the first stages over the first `end` layers
-    best: dict[int, tuple[float, list[int]]] = {
-        end: (price(0, end, 0), [0]) for end in range(1, num_layers - num_stages + 2)
-    }
-    for stage in range(1, num_stages):
-        best = {
-            end: min(
-                (max(dearest, price(start, end, stage)), [*starts, start])
-                for start, (dearest, starts) in best.items()
-                if start < end
-            )
-            for end in range(stage + 1, num_layers - num_stages + stage + 2)
-        }
-    starts = best[num_layers][1]
-    return [range(start, end) for start, end in zip(starts, [*starts[1:], num_layers], strict=True)]
+__all__ = ["Pipeline", "cut"]
 
 
 def cut(decoder: Decoder, layers: range, *, is_first: bool, is_last: bool) -> None:

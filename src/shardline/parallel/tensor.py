@@ -28,7 +28,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from shardline.config import InfeasibleError
 from shardline.models.config import DecoderConfig
 from shardline.models.decoder import Decoder, DecoderLayer
 from shardline.models.feedforward import Experts, FeedForward, MixtureOfExperts
@@ -36,7 +35,7 @@ from shardline.parallel import collectives
 from shardline.parallel.grid import make_groups
 from shardline.parallel.vocabulary import vocabulary_parallel_cross_entropy
 
-__all__ = ["Placement", "RowParallelLinear", "TensorParallel", "check_tensor_parallel", "make_kv_group"]
+__all__ = ["Placement", "RowParallelLinear", "TensorParallel", "make_kv_group"]
 
 Style = Literal["column", "kv", "row", "row_partial", "vocabulary"]
 
@@ -79,41 +78,6 @@ class Placement:
     shape: tuple[int, ...]
     offsets: tuple[int, ...]
     replicas: int
-
-
-def check_tensor_parallel(config: DecoderConfig, *, size: int, sequence_length: int | None = None) -> None:
-    """Raises `InfeasibleError` with the equation where `size` tensor ranks can't share the model.
-
-    sequence_length   given with sequence parallelism
-    """
-    if config.num_heads % size:
-        fits = [n for n in range(1, size + 1) if config.num_heads % n == 0 and _kv_fits(config, n)]
-        raise InfeasibleError(
-            f"The model's {config.num_heads} heads are not a multiple of parallel.tensor = {size}; set parallel.tensor "
-            f"to {fits[-1]}."
-        )
-    if not _kv_fits(config, size):
-        fits = [n for n in range(1, size + 1) if config.num_heads % n == 0 and _kv_fits(config, n)]
-        raise InfeasibleError(
-            f"Of the model's kv heads = {config.num_kv_heads} and parallel.tensor = {size} neither is a multiple of "
-            f"the other, so kv heads can be neither dealt out nor shared; set parallel.tensor to {fits[-1]}."
-        )
-    inner = config.expert_size if config.num_experts else config.intermediate_size
-    for name, extent in (("inner features", inner), ("words of the vocabulary", config.vocab_size)):
-        if math.ceil(extent / size) * (size - 1) >= extent:
-            raise InfeasibleError(
-                f"The model's {extent} {name} cannot be dealt out to parallel.tensor = {size} ranks; lower it."
-            )
-    if sequence_length is not None and sequence_length % size:
-        raise InfeasibleError(
-            f"data.sequence_length = {sequence_length} is not a multiple of parallel.tensor = {size}, which "
-            f"sequence_parallel needs; set it to {math.ceil(sequence_length / size) * size}, or turn "
-            "parallel.sequence_parallel off."
-        )
-
-
-def _kv_fits(config: DecoderConfig, size: int) -> bool:
-    return config.num_kv_heads % size == 0 or size % config.num_kv_heads == 0
 
 
 class TensorParallel:

@@ -19,11 +19,12 @@ from shardline.config import RunConfig
 from shardline.models.config import DecoderConfig
 from shardline.models.decoder import Decoder
 from shardline.parallel.data import local_tensor
+from shardline.parallel.division import balance, check_tensor_parallel
 from shardline.parallel.grid import Layout, make_groups
-from shardline.parallel.pipeline import balance, cut
+from shardline.parallel.pipeline import cut
 from shardline.parallel.recompute import recompute
 from shardline.parallel.shards import Shard
-from shardline.parallel.tensor import Placement, TensorParallel, check_tensor_parallel, make_kv_group
+from shardline.parallel.tensor import Placement, TensorParallel, make_kv_group
 from shardline.planning.flops import layer_costs
 from shardline.training.loss import LanguageModelLoss
 
