@@ -229,7 +229,7 @@ def _choices(name: str) -> str:
 
 
 def _section_of(name: str) -> type:
-    section: Any = RunConfig
+    section: type = RunConfig
     for key in name.split(".")[:-1]:
-        section = next(f for f in dataclasses.fields(section) if f.name == key).default_factory
+        section = typing.get_type_hints(section)[key]
     return section

@@ -95,7 +95,7 @@ class DiskMemory:
         pages = self._maps.get(tensor.untyped_storage().data_ptr())
         if pages is None:
             return
-        begin = tensor.storage_offset() * tensor.element_size()
+        begin = int(tensor.storage_offset()) * tensor.element_size()
         end = begin + tensor.numel() * tensor.element_size()
         start = begin - begin % mmap.PAGESIZE
         pages.madvise(mmap.MADV_DONTNEED, start, end - start)

@@ -43,8 +43,11 @@ class Source(Protocol):
     num_ranks   that share the work
     """
 
-    shapes: Mapping[str, tuple[int, ...]]
-    num_ranks: int
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
+
+    @property
+    def num_ranks(self) -> int: ...
 
     def part(self, name: str) -> Shard | None:
         """Returns the part of the parameter that this rank steps (its tensor may be on the meta device), or None."""

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import nn
@@ -22,9 +22,17 @@ from shardline.config import InfeasibleError, OptimizerConfig, UsageError
 from shardline.models.config import DecoderConfig
 from shardline.models.decoder import Decoder
 
-__all__ = ["Kind", "Role", "assign_roles", "freeze"]
+__all__ = ["Kind", "NamedParameters", "Role", "assign_roles", "freeze"]
 
 Kind = Literal["adamw", "adafactor", "muon", "adamw_8bit"]
+
+
+class NamedParameters(Protocol):
+    """A decoder, or what a rank holds of one."""
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yields the parameters under their names in the whole model."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +78,7 @@ def assign_roles(config: OptimizerConfig, model: DecoderConfig) -> dict[str, Rol
     return roles
 
 
-def freeze(decoder: nn.Module, roles: dict[str, Role]) -> None:
+def freeze(decoder: NamedParameters, roles: dict[str, Role]) -> None:
     """Takes gradients away from the parameters that are frozen; call it before anything wraps the decoder.
 
     Raises `InfeasibleError` where a pipeline stage has nothing left to train.

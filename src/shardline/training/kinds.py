@@ -9,6 +9,7 @@ library would have made.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import warnings
 from typing import Any
@@ -47,8 +48,8 @@ def make_library_optimizer(kind: Kind, config: OptimizerConfig) -> Optimizer:
     require_library(kind)
     with warnings.catch_warnings():  # torchao's import says on its own what it could not load and what torch deprecates
         warnings.simplefilter("ignore")
-        from torchao.optim import AdamW8bit
-    return AdamW8bit(placeholder, lr=config.lr, betas=config.betas, eps=config.eps)
+        library = importlib.import_module("torchao.optim")
+    return library.AdamW8bit(placeholder, lr=config.lr, betas=config.betas, eps=config.eps)
 
 
 def initial_state(

@@ -29,7 +29,7 @@ from shardline.parallel.offload import DiskMemory, HostMemory, Memory
 from shardline.parallel.shards import Shard
 from shardline.parallel.whole import Place, WholeParameters, local_part
 from shardline.training.bucketed import BUCKET_ELEMENTS, BucketedOptimizer, LocalSource, Source, WholeSource
-from shardline.training.groups import Role
+from shardline.training.groups import NamedParameters, Role
 from shardline.training.kinds import make_library_optimizer
 from shardline.training.rounding import StochasticRounding
 
@@ -39,7 +39,7 @@ __all__ = ["begin_step", "build_optimizer", "learning_rate", "optimizer_state"]
 def build_optimizer(
     config: RunConfig,
     ranks: DataParallel,
-    decoder: nn.Module,
+    decoder: NamedParameters,
     *,
     roles: Mapping[str, Role],
     mesh: DeviceMesh | None = None,
@@ -92,7 +92,7 @@ def begin_step(optimizer: Optimizer, *, rate: float, step: int) -> None:
 
 
 def optimizer_state(
-    optimizer: Optimizer, decoder: nn.Module, *, placements: Mapping[str, Place] | None = None
+    optimizer: Optimizer, decoder: NamedParameters, *, placements: Mapping[str, Place] | None = None
 ) -> dict[str, Shard]:
     """Returns the state that this rank holds as NAME.KEY: live tensors, to save, or to fill before the next step."""
     if isinstance(optimizer, BucketedOptimizer):
@@ -106,7 +106,7 @@ def optimizer_state(
     return state
 
 
-def _groups(config: RunConfig, decoder: nn.Module, roles: Mapping[str, Role]) -> list[dict[str, Any]]:
+def _groups(config: RunConfig, decoder: NamedParameters, roles: Mapping[str, Role]) -> list[dict[str, Any]]:
     """Parameters of equal roles together, in the order of the first of each."""
     groups: dict[Role, dict[str, Any]] = {}
     for name, parameter in decoder.named_parameters():
