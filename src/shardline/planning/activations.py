@@ -7,6 +7,9 @@ The arithmetic is `fp32`, `bf16` (parameters are gathered in bf16) or `autocast`
 its input and its weight, and keeps the casts). A mixture keeps the same whatever its routes: every token reaches
 exactly its k experts.
 
+A tensor rank's part is counted as the smaller model that it is (`planning.parts.tensor_part`). With sequence
+parallelism the norms and the residual stream hold 1 / `sequence_ranks` of the tokens; what linears read is gathered.
+
 Symbols as in the decoder: B rows, T tokens of a row, D hidden, N and K heads, H head size, F inner width, E experts,
 V vocabulary. `element` is a matrix product's, `stream` the residual stream's bytes of one number.
 """
@@ -22,10 +25,15 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Arithmetic",
+    "element_bytes",
+    "linear_output_bytes",
+    "inner_bytes",
     "layer_backward_bytes",
     "layer_bytes",
     "layer_forward_bytes",
+    "linear_input_bytes",
     "outer_bytes",
+    "stream_bytes",
     "wide_tensors",
 ]
 
@@ -41,24 +49,27 @@ def layer_bytes(
     sequence_length: int,
     arithmetic: Arithmetic,
     packed: bool = True,
+    sequence_ranks: int = 1,
 ) -> int:
     """Returns the bytes that one decoder layer saves for `rows` rows of `sequence_length` tokens.
 
     `packed`: a row may hold several documents, so that attention gets a boolean mask for every row. A window alone, or
     ALiBi, needs one mask, the same for all rows.
     """
-    hidden, stream = model.hidden_size, _stream(arithmetic)
+    hidden, stream = model.hidden_size, stream_bytes(arithmetic)
     window = model.sliding_windows[layer]
     masked = packed or model.position == "alibi" or (window is not None and window < sequence_length)
     mask_rows = rows if packed else int(masked)
     tokens = rows * sequence_length
     before = 1 if model.block == "parallel" else 2  # norms whose output linears read
-    total = tokens * before * _norm_bytes(model, hidden, arithmetic, stream=stream)
+    of_sequence = tokens // sequence_ranks
+    total = of_sequence * before * _norm_bytes(model, hidden, arithmetic, stream=stream)
     if model.output_norms:
-        total += tokens * 2 * _norm_bytes(model, hidden, arithmetic, stream=_element(arithmetic))
+        total += of_sequence * 2 * _norm_bytes(model, hidden, arithmetic, stream=element_bytes(arithmetic))
     num_offsets = before + 2 * model.output_norms
     total += num_offsets * _offset_bytes(model, hidden)
-    # Queries, keys and values read one tensor, the feed-forward another; in a parallel block it is the same one.
+    # Queries, keys and values read one tensor, the feed-forward another; in a parallel block it is the same one, unless
+    # each gathers it.
     total += tokens * _inputs_bytes(hidden, 3, arithmetic)
     total += _attention_bytes(
         model, mask_rows=mask_rows, tokens=tokens, sequence_length=sequence_length, arithmetic=arithmetic
@@ -66,7 +77,7 @@ def layer_bytes(
     if model.routes(layer):
         total += _mixture_bytes(model, rows=rows, tokens=tokens, arithmetic=arithmetic)
     else:
-        shared = model.block == "parallel" and arithmetic != "autocast"
+        shared = model.block == "parallel" and arithmetic != "autocast" and sequence_ranks == 1
         total += 0 if shared else tokens * _inputs_bytes(hidden, 2 if model.gated else 1, arithmetic)
         total += tokens * _inner_bytes(model, model.intermediate_size, arithmetic)
     if arithmetic == "autocast":
@@ -75,36 +86,54 @@ def layer_bytes(
     return total
 
 
-def outer_bytes(model: DecoderConfig, *, rows: int, sequence_length: int, arithmetic: Arithmetic) -> int:
-    """Returns the bytes kept outside the layers: ids, embedding norm and projections, cos and sin, the final norm and
-    what the head reads.
+def outer_bytes(
+    model: DecoderConfig,
+    *,
+    rows: int,
+    sequence_length: int,
+    arithmetic: Arithmetic,
+    is_first: bool = True,
+    is_last: bool = True,
+    sequence_ranks: int = 1,
+) -> int:
+    """Returns the bytes kept outside the layers of a pipeline stage: ids, embedding norm and projections on the first,
+    cos and sin on each, the final norm and what the head reads on the last, what is sent on the others.
     """
-    hidden, width, stream = model.hidden_size, model.embedding_width, _stream(arithmetic)
+    hidden, width, stream = model.hidden_size, model.embedding_width, stream_bytes(arithmetic)
     tokens = rows * sequence_length
-    per_token, total = _INT64, 0
-    if model.position == "learned":
+    per_token, of_sequence, total = 0, 0, 0
+    if is_first:
         per_token += _INT64
-    if model.embedding_scale != 1.0:
-        total += stream
-    if model.embedding_norm:
-        per_token += _norm_bytes(model, width, arithmetic, stream=stream)
-        total += _offset_bytes(model, width)
-    if model.final_norm:
-        per_token += _norm_bytes(model, hidden, arithmetic, stream=stream)
-        total += _offset_bytes(model, hidden)
-    per_token += width * stream  # what the head reads, or project_out's output
-    if width != hidden:
-        per_token += _inputs_bytes(width, 1, arithmetic) + _inputs_bytes(hidden, 1, arithmetic)
-        if arithmetic == "autocast":
-            per_token -= width * (stream - _BF16)
-            total += 2 * width * hidden * _BF16
+        if model.position == "learned":
+            per_token += _INT64
+        if model.embedding_scale != 1.0:
+            total += stream
+        if model.embedding_norm:
+            per_token += _norm_bytes(model, width, arithmetic, stream=stream)
+            total += _offset_bytes(model, width)
+        if width != hidden:
+            per_token += _inputs_bytes(width, 1, arithmetic)
+            total += width * hidden * _BF16 if arithmetic == "autocast" else 0
+    elif arithmetic != "fp32":
+        of_sequence += hidden * _BF16  # as it came, before the norm makes it fp32
+    if is_last:
+        if model.final_norm:
+            of_sequence += _norm_bytes(model, hidden, arithmetic, stream=stream)
+            total += _offset_bytes(model, hidden)
+        projected = width != hidden
+        per_token += width * (_BF16 if projected and arithmetic == "autocast" else stream)  # what the head reads
+        if projected:
+            per_token += _inputs_bytes(hidden, 1, arithmetic)
+            total += width * hidden * _BF16 if arithmetic == "autocast" else 0
+    else:
+        of_sequence += hidden * stream
     if model.num_experts:  # the balance loss: which tokens count, and what each row's is worth
         per_token += 1
         total += rows * _FP32
     if model.position == "rope" and _turns_in_fp32(model, arithmetic):
         ropes = {model.rope_of(layer) for layer in range(model.num_layers)}
         per_token += sum(2 * rope.num_dims(model.head_dim) * _FP32 for rope in ropes)
-    return total + tokens * per_token
+    return total + tokens * per_token + tokens // sequence_ranks * of_sequence
 
 
 def layer_forward_bytes(
@@ -117,7 +146,7 @@ def layer_forward_bytes(
         return 0
     bias = model.num_heads * sequence_length**2 * _FP32
     masked = 0 if arithmetic == "fp32" else rows * bias
-    return max(0, bias + masked - _inner_of_layer(model, layer, rows * sequence_length, arithmetic))
+    return max(0, bias + masked - inner_bytes(model, layer, rows * sequence_length, arithmetic))
 
 
 def layer_backward_bytes(
@@ -130,7 +159,7 @@ def layer_backward_bytes(
     and one expert's, on its even share B T k / E of the tokens: how uneven the routes are is not known here. Capped
     scores are no fused kernel: their gradients, when the feed-forward's tensors are gone.
     """
-    element, tokens = _element(arithmetic), rows * sequence_length
+    element, tokens = element_bytes(arithmetic), rows * sequence_length
     hidden = model.hidden_size
     if model.routes(layer):
         expert_tokens = tokens * model.experts_per_token // model.num_experts
@@ -140,7 +169,7 @@ def layer_backward_bytes(
     if model.attention_softcap is None:
         return elements * element
     scores = tokens * sequence_length * model.num_heads * (2 * _FP32 if arithmetic == "fp32" else _FP32 + _BF16)
-    return max(elements * element, scores - _inner_of_layer(model, layer, tokens, arithmetic))
+    return max(elements * element, scores - inner_bytes(model, layer, tokens, arithmetic))
 
 
 def wide_tensors(
@@ -149,12 +178,12 @@ def wide_tensors(
     """Returns, of one layer's saved tensors that are wider than the residual stream, (bytes of one, bytes of all):
     those inside the feed-forward (of an expert with its even share), and scores where no fused kernel hides them.
     """
-    element, tokens = _element(arithmetic), rows * sequence_length
+    element, tokens = element_bytes(arithmetic), rows * sequence_length
     if model.routes(layer):
         block = tokens * model.experts_per_token * model.expert_size * element // model.num_experts
     else:
         block = tokens * model.intermediate_size * element
-    groups = [(block, _inner_of_layer(model, layer, tokens, arithmetic))]
+    groups = [(block, inner_bytes(model, layer, tokens, arithmetic))]
     scores = tokens * sequence_length * model.num_heads
     if model.attention_softcap is not None:
         groups.append((scores * element, scores * _capped_score_bytes(arithmetic)))
@@ -163,11 +192,13 @@ def wide_tensors(
     return groups
 
 
-def _element(arithmetic: Arithmetic) -> int:
+def element_bytes(arithmetic: Arithmetic) -> int:
+    """Returns the bytes of one number in a matrix product."""
     return _FP32 if arithmetic == "fp32" else _BF16
 
 
-def _stream(arithmetic: Arithmetic) -> int:
+def stream_bytes(arithmetic: Arithmetic) -> int:
+    """Returns the bytes of one number of the residual stream."""
     return _BF16 if arithmetic == "bf16" else _FP32
 
 
@@ -197,16 +228,17 @@ def _offset_bytes(model: DecoderConfig, width: int) -> int:
 
 def _inputs_bytes(width: int, num_linears: int, arithmetic: Arithmetic) -> int:
     """What linears that read one vector of `width` keep of it: it once, or a cast for each."""
-    return num_linears * width * _BF16 if arithmetic == "autocast" else width * _element(arithmetic)
+    return num_linears * width * _BF16 if arithmetic == "autocast" else width * element_bytes(arithmetic)
 
 
 def _inner_bytes(model: DecoderConfig, size: int, arithmetic: Arithmetic) -> int:
     """Gate, act(gate), up and their product, or up and act(up); relu's backward reads its output, not its input."""
     num_tensors = (4 if model.gated else 2) - (model.activation == "relu")
-    return num_tensors * size * _element(arithmetic)
+    return num_tensors * size * element_bytes(arithmetic)
 
 
-def _inner_of_layer(model: DecoderConfig, layer: int, tokens: int, arithmetic: Arithmetic) -> int:
+def inner_bytes(model: DecoderConfig, layer: int, tokens: int, arithmetic: Arithmetic) -> int:
+    """Returns what one layer's feed-forward keeps between its linears."""
     if model.routes(layer):
         return tokens * model.experts_per_token * _inner_bytes(model, model.expert_size, arithmetic)
     return tokens * _inner_bytes(model, model.intermediate_size, arithmetic)
@@ -215,7 +247,7 @@ def _inner_of_layer(model: DecoderConfig, layer: int, tokens: int, arithmetic: A
 def _attention_bytes(
     model: DecoderConfig, *, mask_rows: int, tokens: int, sequence_length: int, arithmetic: Arithmetic
 ) -> int:
-    element = _element(arithmetic)
+    element = element_bytes(arithmetic)
     queries, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     per_token, total = 0, 0
     if model.qk_norm:  # the norm's own output is not kept: the rotation's is
@@ -240,7 +272,7 @@ def _attention_bytes(
 
 def _capped_score_bytes(arithmetic: Arithmetic) -> int:
     """Of one score: its tanh, its weight in fp32, and that cast."""
-    return _element(arithmetic) + _FP32 + (0 if arithmetic == "fp32" else _BF16)
+    return element_bytes(arithmetic) + _FP32 + (0 if arithmetic == "fp32" else _BF16)
 
 
 def _mixture_bytes(model: DecoderConfig, *, rows: int, tokens: int, arithmetic: Arithmetic) -> int:
@@ -248,16 +280,40 @@ def _mixture_bytes(model: DecoderConfig, *, rows: int, tokens: int, arithmetic: 
     and output; where the tokens of each expert are; the load-balancing loss.
     """
     hidden, experts, chosen = model.hidden_size, model.num_experts, model.experts_per_token
-    stream = _stream(arithmetic)
+    stream = stream_bytes(arithmetic)
     per_token = hidden * _FP32 + experts * _FP32 + chosen * _INT64
     if model.normalize_expert_weights:
         per_token += chosen * _FP32 + _FP32
     per_expert = _inputs_bytes(hidden, 2 if model.gated else 1, arithmetic)
     per_expert += _inner_bytes(model, model.expert_size, arithmetic)
-    per_expert += hidden * _element(arithmetic) + stream  # its output, and the weight that multiplies it
+    per_expert += hidden * element_bytes(arithmetic) + stream  # its output, and the weight that multiplies it
     per_expert += hidden * stream  # the product: index_add keeps what it adds
     per_expert += 2 * _INT64
     total = tokens * (per_token + chosen * per_expert)
     if arithmetic == "bf16":
         total += hidden * experts * _FP32  # the router's weight
     return total + rows * (experts * _FP32 + _INT64)
+
+
+def linear_input_bytes(model: DecoderConfig, *, layer: int, tokens: int, arithmetic: Arithmetic) -> int:
+    """Returns the bytes of what one layer's linears read."""
+    hidden, queries = model.hidden_size, model.num_heads * model.head_dim
+    per_token = _inputs_bytes(hidden, 3, arithmetic) + queries * element_bytes(arithmetic)
+    per_token += sum(
+        times * (_inputs_bytes(hidden, 2 if model.gated else 1, arithmetic) + size * element_bytes(arithmetic))
+        for times, size in (_feedforward_of(model, layer),)
+    )
+    return tokens * per_token
+
+
+def linear_output_bytes(model: DecoderConfig, *, layer: int, tokens: int, arithmetic: Arithmetic) -> int:
+    """Returns the bytes of what one layer's linears give; its gradients take the same."""
+    queries, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    times, size = _feedforward_of(model, layer)
+    inner = times * (size * (2 if model.gated else 1) + model.hidden_size)
+    return tokens * (queries + 2 * keys + model.hidden_size + inner) * element_bytes(arithmetic)
+
+
+def _feedforward_of(model: DecoderConfig, layer: int) -> tuple[int, int]:
+    """(how many a token meets, inner width)."""
+    return (model.experts_per_token, model.expert_size) if model.routes(layer) else (1, model.intermediate_size)

@@ -26,6 +26,7 @@ _HEADINGS = {
     "optimizer": "optim",
     "activations": "activ",
     "communication": "comm",
+    "checkpoint": "saves",
     "runtime": "base",
     "allocator": "malloc",
 }

@@ -11,7 +11,9 @@ A run has moments of large use, and the peak is the largest of them; the parts r
     backward   the same with one layer's gradients in flight instead of the logits
     optimizer  weights, optimizer state and all gradients, as backward reaches the embedding; the fused AdamW that
                follows needs no more, others a bucket (`planning.state`)
-    save       rank 0 gathers the weights that it writes
+    save       a rank reads, joins and writes one tensor of the model folder at a time
+
+Asynchronous saves keep a copy of the state, 1/n of it a rank, and write at any moment but the first.
 
 Weights, gradients and optimizer state are those of `parallel.data`: DDP keeps gradients in its buckets from the
 first step on; FSDP2 gathers the root (embedding, head, final norm) and one layer at a time.
@@ -42,9 +44,12 @@ if TYPE_CHECKING:
 __all__ = ["PARTS", "MemoryPrediction", "Phase", "predict"]
 
 Phase = Literal["build", "forward", "loss", "backward", "optimizer", "save"]
-PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "communication", "allocator", "runtime")
+PARTS = (
+    "weights", "gradients", "optimizer", "activations", "logits", "communication", "checkpoint", "allocator", "runtime",
+)  # fmt: skip
 
 _FP32, _BF16 = 4, 2
+_TENSORS_IN_A_SAVE = 3  # as it is stored, whole, and joined with others as the model folder has it
 # Python, torch, gloo, transformers' tokenizer and the code that torch and MKL page in as they run: measured on a
 # `tiny` run, whose own tensors are small (docs/planning.md says how).
 _RUNTIME_BYTES = 375 << 20
@@ -75,6 +80,7 @@ class MemoryPrediction:
     activations_bytes: int
     logits_bytes: int
     communication_bytes: int
+    checkpoint_bytes: int
     allocator_bytes: int
     runtime_bytes: int
 
@@ -136,6 +142,8 @@ class _Sizes:
     in_forward: int
     in_backward: int
     loss: int
+    copy: int  # of the state, for asynchronous saves; 0 without them
+    written: int  # of what is being saved
     allocator: int
 
     @classmethod
@@ -176,6 +184,8 @@ class _Sizes:
             in_forward=layer_forward_bytes(model, layer=layers[-1], **shape),
             in_backward=max(layer_backward_bytes(model, layer=layer, **shape) for layer in layers),
             loss=loss_bytes(model, **shape),
+            copy=_copy_bytes(model, run, element=element, data_ranks=data_ranks, sharded=sharded),
+            written=_TENSORS_IN_A_SAVE * element * max(count.tensors),
             allocator=_kept_by_allocator(
                 model,
                 count.tensors,
@@ -202,6 +212,9 @@ def _moment(sizes: _Sizes, phase: Phase) -> MemoryPrediction:
     if phase == "backward":
         activations = sizes.activations + sizes.in_backward
     optimizer = 0 if phase == "build" else sizes.optimizer
+    checkpoint = 0
+    if phase == "save" or (sizes.copy and phase != "build"):
+        checkpoint = sizes.copy + sizes.written
     if phase == "optimizer":
         optimizer += sizes.optimizer_bucket
         communication += sizes.optimizer_in_flight
@@ -213,6 +226,7 @@ def _moment(sizes: _Sizes, phase: Phase) -> MemoryPrediction:
         activations_bytes=activations,
         logits_bytes=logits,
         communication_bytes=communication,
+        checkpoint_bytes=checkpoint,
         allocator_bytes=0 if phase == "build" else sizes.allocator,
         runtime_bytes=_RUNTIME_BYTES,
     )
@@ -253,7 +267,16 @@ def _sharded(sizes: _Sizes, phase: Phase) -> tuple[int, int, int]:
     if phase == "optimizer":  # the root's gradients and the flat buffer that reduces them
         tied = sizes.gathered(sizes.head) if sizes.tied else 0
         return shard, shard + root + tied, root + sizes.outer
-    return shard, 0, sizes.full
+    return shard, 0, 0
+
+
+def _copy_bytes(model: DecoderConfig, run: RunConfig, *, element: int, data_ranks: int, sharded: bool) -> int:
+    """What a rank copies of weights and optimizer state: replicas are dealt out by whole tensors, shards are shares."""
+    if not run.checkpoint.asynchronous:
+        return 0
+    count, state = count_parameters(model), optimizer_state(model, run, data_ranks=1, zero=0)
+    share = -(-(element * count.total + state.kept_bytes + state.moved_bytes) // data_ranks)
+    return share if sharded else max(share, element * max(count.tensors))
 
 
 def _kept_by_allocator(

@@ -64,9 +64,14 @@ class ParameterCount:
 
     embedding: int
     projections: int  # into and out of a narrower embedding
-    other: tuple[int, ...]  # tensors besides: position embedding, embedding norm, final norm
+    before: tuple[int, ...]  # tensors besides, before the layers: position embedding, embedding norm
+    after: tuple[int, ...]  # and after them: final norm
     layers: tuple[LayerCount, ...]
     head_tensors: tuple[int, ...]
+
+    @property
+    def other(self) -> tuple[int, ...]:
+        return self.before + self.after
 
     @property
     def head(self) -> int:
@@ -99,11 +104,11 @@ def count_parameters(model: DecoderConfig) -> ParameterCount:
     """Returns the parameters of `Decoder(model)` by part."""
     hidden, width = model.hidden_size, model.embedding_width
     embedding = model.vocab_size * width
-    other = _norm(model, hidden) if model.final_norm else ()
+    before: tuple[int, ...] = ()
     if model.position == "learned":
-        other += ((model.max_position_embeddings + model.position_offset) * hidden,)
+        before += ((model.max_position_embeddings + model.position_offset) * hidden,)
     if model.embedding_norm:
-        other += _norm(model, width)
+        before += _norm(model, width)
     head: tuple[int, ...] = ()
     if not model.tie_word_embeddings:
         head = (embedding, model.vocab_size) if model.head_bias else (embedding,)
@@ -111,7 +116,8 @@ def count_parameters(model: DecoderConfig) -> ParameterCount:
     return ParameterCount(
         embedding=embedding,
         projections=2 * width * hidden if width != hidden else 0,
-        other=other,
+        before=before,
+        after=_norm(model, hidden) if model.final_norm else (),
         layers=tuple(kinds[model.routes(layer)] for layer in range(model.num_layers)),
         head_tensors=head,
     )
