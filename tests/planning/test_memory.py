@@ -47,6 +47,20 @@ def test_states_shrink_as_the_stage_says(name: str) -> None:
     assert zero[3].communication_bytes < zero[2].communication_bytes
 
 
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_a_save_needs_a_copy_only_in_the_background(zero: int) -> None:
+    """The copies of all ranks together are one state, 12 bytes a parameter with AdamW; no rank gathers the model."""
+    model, ranks = preset("llama-3.1-8b"), 4
+    total, largest = count_parameters(model).total, max(count_parameters(model).tensors)
+    foreground = predict(model, _config(), data_ranks=ranks, zero=zero)
+    background = predict(model, _config("--checkpoint.asynchronous=true"), data_ranks=ranks, zero=zero)
+    assert foreground.phase != "save"
+    assert foreground.checkpoint_bytes == 0
+    assert background.phase == foreground.phase
+    assert background.total_bytes - foreground.total_bytes == background.checkpoint_bytes
+    assert background.checkpoint_bytes == pytest.approx(12 * total / ranks + 3 * 4 * largest, rel=1e-6)
+
+
 def test_one_process_shares_nothing_at_any_stage() -> None:
     totals = {predict(SMOLLM, _config(), data_ranks=1, zero=stage).total_bytes for stage in (0, 1, 2, 3)}
     assert len(totals) == 1

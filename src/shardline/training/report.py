@@ -36,6 +36,7 @@ _PARTS = {
     "activations": "activations",
     "logits": "logits and loss",
     "communication": "gather buffers",
+    "checkpoint": "copy for saves",
     "allocator": "kept by the allocator",
     "runtime": "Python and libraries",
 }
