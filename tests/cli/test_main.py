@@ -58,7 +58,7 @@ def test_every_verb_has_help_and_loads_no_torch_for_it(verb):
         (["train", "--nproc", "0"], 2, "--nproc 0 must be at least 1"),
         (["train", "--nproc", "3", "--parallel.data", "2"], 3, "= 2 processes, but 3 were started"),
         (["train", "--parallel.data", "2"], 3, "but 1 was started; start 2 (--nproc 2)"),
-        (["train", "--nproc", "2", "--parallel.tensor", "2"], 3, "parallel.tensor x parallel.pipeline = 2 x 1"),
+        (["train", "--nproc", "2", "--parallel.tensor", "3"], 3, "parallel.tensor x parallel.pipeline = 3 x 1"),
         (["train", "--nproc", "3"], 3, "train.global_batch = 8 is not a multiple of data ranks x train.micro_batch"),
         (["train", "--model.preset", "tinny"], 2, "did you mean 'tiny'?"),
         (["train", "--model.path", "absent"], 2, "no model folder at absent"),
@@ -159,9 +159,9 @@ def test_a_crash_of_another_rank_is_shown_and_not_only_what_it_does_to_rank_0(tm
         "if os.environ.get('RANK') == '1':\n"
         "    from shardline.training import trainer\n"
         "    original = trainer.Trainer.train_step\n"
-        "    def train_step(self):\n"
+        "    def train_step(self, **options):\n"
         "        if self.step == 1: raise RuntimeError('rank one broke here')\n"
-        "        return original(self)\n"
+        "        return original(self, **options)\n"
         "    trainer.Trainer.train_step = train_step\n"
     )
     (tmp_path / "text.txt").write_text("A line of text to learn from, number one.\n\n" * 400)

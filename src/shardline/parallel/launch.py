@@ -133,7 +133,7 @@ def _pass_on(failure: Failure, exit_code: int) -> None:
         error = failure.to_error()
         error.exit_code = exit_code
         raise error
-    print(f"Rank {failure.rank} failed first:\n{failure.traceback}", file=sys.stderr, end="")
+    print(f"Rank {failure.rank} failed first (exit code {exit_code}):\n{failure.traceback}", file=sys.stderr, end="")
 
 
 def _killed(rank: int, process: subprocess.Popen[bytes], log_dir: Path) -> str:
