@@ -5,9 +5,9 @@
     whole.scatter(names, values)                                       # every holder's part is overwritten
 
 Each parameter has one owner among the ranks of `group` (the data x tensor ranks of a pipeline stage), dealt out by
-size times `weights`, which says how much is kept for an element of it. A gather and a scatter are one all-to-all each. Where the owner holds the whole parameter anyway its own tensor is
-handed out, not a copy. Which ranks hold which parts is asked once, so that any layout will do: replicas, FSDP2's rows,
-tensor-parallel rows or columns, and parts of parts.
+size times `weights`, which says how much is kept for an element of it. A gather and a scatter are one all-to-all each.
+Where the owner holds the whole parameter anyway its own tensor is handed out, not a copy. Which ranks hold which parts
+is asked once, so that any layout will do: replicas, FSDP2's rows, tensor-parallel rows or columns, and parts of parts.
 """
 
 from __future__ import annotations
