@@ -90,6 +90,8 @@ def _one(
     in_backward = layer_backward_bytes(part, layer=layer, **shape)
     waiting = linear_input_bytes(part, **linear) + linear_output_bytes(part, **linear)
     wide = sum(total for block, total in wide_tensors(part, layer=layer, **shape) if block > block_bytes)
+    if tokens * part.hidden_size * element_bytes(arithmetic) > block_bytes:
+        wide = everything
     if recompute == "none":
         return LayerMemory(everything, waiting, in_forward, in_backward, wide)
     mask = shape["rows"] * shape["sequence_length"] ** 2  # booleans, one for all layers with the same window
@@ -100,7 +102,9 @@ def _one(
         products = linear_output_bytes(part, **linear) + _attention_output(part, tokens, shape)
         kept += products
         again -= products  # each is taken out as it is met again
-    return LayerMemory(kept, waiting, max(in_forward, again - kept), max(in_forward, in_backward) + again, wide)
+    return LayerMemory(
+        kept, waiting, max(in_forward, again - kept), max(in_forward, in_backward) + again, min(kept, wide)
+    )
 
 
 def _attention_output(part: DecoderConfig, tokens: int, shape: dict[str, Any]) -> int:

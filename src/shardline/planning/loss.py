@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from shardline.models.config import DecoderConfig
     from shardline.planning.activations import Arithmetic
 
-__all__ = ["loss_bytes"]
+__all__ = ["loss_bytes", "vocabulary_parallel_bytes"]
 
 _CHUNK_ROWS = 256
 _FP32, _BF16 = 4, 2
@@ -34,6 +34,22 @@ def loss_bytes(model: DecoderConfig, *, rows: int, sequence_length: int, arithme
     if arithmetic == "bf16":
         total += 4 * head * _FP32  # fp32 copies of the head's weight and gradient, and what they are made from
     return total
+
+
+def vocabulary_parallel_bytes(
+    part: DecoderConfig, *, rows: int, sequence_length: int, arithmetic: Arithmetic
+) -> tuple[int, int]:
+    """Returns the peaks of forward and backward with the words dealt out to tensor ranks (`parallel.vocabulary`).
+
+    part   the model as one tensor rank has it. Logits become their gradients in place, a chunk at a time; the gradients
+           of head and hidden states are made in the forward pass, and backward scales copies of them.
+    """
+    tokens, vocab, width = rows * sequence_length, part.vocab_size, part.embedding_width
+    chunk, element = min(_CHUNK_ROWS, tokens), _FP32 if arithmetic == "fp32" else _BF16
+    num_logits = 1 if part.final_softcap is None else 4  # capped, its slope and what they are made from
+    logits = chunk * vocab * (num_logits * _FP32 + (0 if arithmetic == "fp32" else 2 * _BF16))
+    cast = vocab * width * _BF16 if arithmetic == "autocast" else 0
+    return logits + cast + tokens * width * element, (vocab + tokens) * width * element
 
 
 def _capped_bytes(tokens: int, chunk: int, vocab: int, width: int, arithmetic: Arithmetic) -> int:

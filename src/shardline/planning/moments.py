@@ -41,7 +41,9 @@ def moments(
         return _walk(actions, (0,), splits=False)
     if name == "gpipe":
         first = [Moment(kind, rank, (num_micro_batches,), (0,), False) for kind in ("F", "B")]
-        return (*first, Moment("B", rank, (num_micro_batches - 1,), (0,), True)) if num_micro_batches > 1 else tuple(first)
+        return (
+            (*first, Moment("B", rank, (num_micro_batches - 1,), (0,), True)) if num_micro_batches > 1 else tuple(first)
+        )
     stages = tuple(range(rank, num_ranks * stages_per_rank, num_ranks))
     if name == "zero_bubble_v":
         stages = rank, 2 * num_ranks - 1 - rank

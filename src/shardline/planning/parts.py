@@ -62,7 +62,9 @@ class Held:
     @cached_property
     def hidden_matrices(self) -> tuple[int, ...]:
         """Matrices between embedding and head: what Muon orthogonalises."""
-        in_layers = [size for layer in self.layers for size in layer.matrices + layer.expert_matrices * layer.num_experts]
+        in_layers = [
+            size for layer in self.layers for size in layer.matrices + layer.expert_matrices * layer.num_experts
+        ]
         return (*in_layers, *self.projections)
 
 

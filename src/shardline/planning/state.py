@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from shardline.parallel.dealing import deal, largest_first
 from shardline.planning.parameters import count_parameters
+from shardline.planning.parts import Held, hold_all
 
 if TYPE_CHECKING:
     from shardline.config import RunConfig
@@ -26,6 +27,7 @@ __all__ = ["OptimizerState", "offload_notes", "optimizer_state"]
 _FP32, _BF16 = 4, 2
 _BUCKET_ELEMENTS = 1 << 22  # of `training.bucketed`; a test compares them
 _EIGHT_BIT = 2 * (1 + 4 / 256)
+_DEALT_TENSORS = 2000
 _EIGHT_BIT_SMALLEST = 4096  # elements; torchao keeps smaller tensors in fp32
 
 
@@ -46,39 +48,66 @@ class OptimizerState:
 
 
 def optimizer_state(
-    model: DecoderConfig, run: RunConfig, *, data_ranks: int, zero: int, on_gpu: bool = False
+    model: DecoderConfig,
+    run: RunConfig,
+    *,
+    data_ranks: int,
+    zero: int,
+    shards: int | None = None,
+    tensor_ranks: int = 1,
+    on_gpu: bool = False,
+    held: Held | None = None,
+    whole: Held | None = None,
 ) -> OptimizerState:
-    """Returns the state of the fattest of `data_ranks` processes; `on_gpu`: it is a GPU's memory that is planned."""
+    """Returns the state of the fattest of `data_ranks` x `tensor_ranks` processes that share a pipeline stage.
+
+    shards   ranks that ZeRO-2 and 3 shard over, when it is not all data ranks
+    held     what one of them holds of the stage, and `whole` what they hold together; both are the model if not given
+    on_gpu   it is a GPU's memory that is planned
+    """
     name, offload = run.optimizer.name, run.parallel.offload
-    tensors = _tensors(model, run)
-    dealt = data_ranks > 1 and (name != "adamw" or zero == 1)
-    shares: list[list[tuple[int, float]]] = [[] for _ in range(data_ranks if dealt else 1)]
+    held = held or hold_all(model)
+    # Optimizers of whole matrices deal them out to all ranks that share the stage; AdamW steps what lies there.
+    by_matrix = name != "adamw"
+    tensors = _tensors(model, run, (whole or held) if by_matrix else held)
+    sharers = data_ranks * tensor_ranks if by_matrix else data_ranks
+    dealt = sharers > 1 and (by_matrix or zero == 1)
     if dealt:
-        for owner, tensor in zip(deal([int(n * b) for n, b in tensors], ranks=data_ranks), tensors, strict=True):
-            shares[owner].append(tensor)
+        fattest = _fattest_share(tensors, sharers)
     else:
-        cut = data_ranks if zero >= 2 else 1
-        shares[0] = [(-(-size // cut), state) for size, state in tensors]
-    fattest = max(shares, key=lambda share: sum(size * state for size, state in share))
+        cut = (shards or data_ranks) if zero >= 2 else 1
+        fattest = [(-(-size // cut), state) for size, state in tensors]
     total = int(sum(size * state for size, state in fattest))
     moved = 0
     if offload.optimizer == "disk" or (offload.optimizer == "cpu" and on_gpu):
         chosen = largest_first([size for size, _ in fattest], fraction=offload.optimizer_fraction)
         moved = int(sum(fattest[index][0] * fattest[index][1] for index in chosen))
-    bucketed = name != "adamw" or offload.optimizer != "none" or run.train.precision == "bf16_pure"
+    bucketed = by_matrix or offload.optimizer != "none" or run.train.precision == "bf16_pure"
     in_flight = 0
     if bucketed and dealt:
         element = _BF16 if run.train.precision == "bf16_pure" else _FP32
         largest, everything = max(size for size, _ in tensors), sum(size for size, _ in tensors)
-        bucket = max(largest, min(everything, _BUCKET_ELEMENTS * data_ranks))
-        owned = max(largest, bucket // data_ranks)
-        in_flight = element * (4 * owned if zero >= 2 else 2 * bucket)
+        bucket = max(largest, min(everything, _BUCKET_ELEMENTS * sharers))
+        owned = max(largest, bucket // sharers)
+        in_flight = element * (4 * owned if zero >= 2 or tensor_ranks > 1 else 2 * bucket)
     return OptimizerState(
         kept_bytes=total - moved,
         moved_bytes=moved,
         bucket_bytes=min(moved, 2 * _FP32 * _BUCKET_ELEMENTS),
         in_flight_bytes=in_flight,
     )
+
+
+def _fattest_share(tensors: list[tuple[int, float]], ranks: int) -> list[tuple[int, float]]:
+    """What the rank with most state gets when whole tensors are dealt out."""
+    weights = [int(size * state) for size, state in tensors]
+    if len(tensors) > _DEALT_TENSORS:  # thousands of experts: all but even, and slow to deal in a search
+        share = sum(weights) / ranks + sorted(weights)[len(weights) // 2]
+        return [(int(max(share, *weights)), 1.0)]
+    shares: list[list[tuple[int, float]]] = [[] for _ in range(ranks)]
+    for owner, tensor in zip(deal(weights, ranks=ranks), tensors, strict=True):
+        shares[owner].append(tensor)
+    return max(shares, key=lambda share: sum(size * state for size, state in share))
 
 
 def offload_notes(model: DecoderConfig, run: RunConfig, machine: Machine, *, data_ranks: int) -> list[str]:
@@ -104,26 +133,24 @@ def offload_notes(model: DecoderConfig, run: RunConfig, machine: Machine, *, dat
     return notes
 
 
-def _tensors(model: DecoderConfig, run: RunConfig) -> list[tuple[int, float]]:
-    """(elements, bytes of state for each) of every parameter."""
-    count, name = count_parameters(model), run.optimizer.name
+def _tensors(model: DecoderConfig, run: RunConfig, held: Held) -> list[tuple[int, float]]:
+    """(elements, bytes of state for each) of every parameter that is held."""
+    name = run.optimizer.name
     element = _BF16 if run.train.precision == "bf16_pure" else _FP32
     if name == "adamw":
-        return [(size, 2 * element) for size in count.tensors]
+        return [(size, 2 * element) for size in held.tensors]
     if name == "adamw_8bit":
-        eight = [size >= _EIGHT_BIT_SMALLEST and size % 256 == 0 for size in count.tensors]
+        eight = [size >= _EIGHT_BIT_SMALLEST and size % 256 == 0 for size in held.tensors]
         return [
-            (size, _EIGHT_BIT if is_eight else 2 * element) for size, is_eight in zip(count.tensors, eight, strict=True)
+            (size, _EIGHT_BIT if is_eight else 2 * element) for size, is_eight in zip(held.tensors, eight, strict=True)
         ]
-    hidden = [size for layer in count.layers for size in layer.matrices + layer.expert_matrices * layer.num_experts]
-    hidden += [count.projections // 2] * 2 if count.projections else []
-    rest = list(count.tensors)
+    hidden, rest = held.hidden_matrices, list(held.tensors)
     for size in hidden:
         rest.remove(size)
     if name == "muon":
         return [(size, element) for size in hidden] + [(size, 2 * element) for size in rest]
-    matrices = {count.embedding, *(size for size in count.head_tensors if size == count.embedding)}
-    return [(size, 0.0) for size in hidden] + [(size, 0.0 if size in matrices else element) for size in rest]
+    matrix = count_parameters(model).embedding  # the embedding's and the head's
+    return [(size, 0.0) for size in hidden] + [(size, 0.0 if size == matrix else element) for size in rest]
 
 
 def _gib(count: int) -> str:
