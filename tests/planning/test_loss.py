@@ -41,7 +41,9 @@ def test_the_peak_is_what_the_loss_allocates(name: str, num_tokens: int, arithme
     dtype = torch.bfloat16 if arithmetic == "bf16" else torch.float32
     loss = LanguageModelLoss(Decoder(model).to(dtype))
     x_BTD = torch.randn(1, num_tokens, model.hidden_size).to(dtype).requires_grad_()
-    monkeypatch.setattr(loss.decoder, "hidden_states", lambda *args, **kwargs: x_BTD)
+    monkeypatch.setattr(loss.decoder, "embed", lambda *args, **kwargs: x_BTD)
+    monkeypatch.setattr(loss.decoder, "run_layers", lambda x_BTD, **kwargs: x_BTD)
+    monkeypatch.setattr(loss.decoder, "finish", lambda x_BTD: x_BTD)
     tokens_BT = torch.randint(model.vocab_size, (1, num_tokens))
     documents_BT = torch.zeros(1, num_tokens, dtype=torch.int32)
 
