@@ -119,6 +119,8 @@ def start_world(*, store: dist.Store | None = None, rank: int = 0, size: int = 1
                 f"This is rank {rank} of {size}, but {' and '.join(missing)} is not set, so the ranks can't find each "
                 "other; start them with `shardline train FILE.yaml --nproc N` or torchrun."
             )
+        else:
+            store = _store_of_this_attempt(os.environ, size)
     device, backend = torch.device("cpu"), "gloo"
     if torch.cuda.is_available():
         device, backend = torch.device("cuda", local_rank), "cpu:gloo,cuda:nccl"
@@ -140,6 +142,20 @@ def start_world(*, store: dist.Store | None = None, rank: int = 0, size: int = 1
             # thread that meets the interpreter's end aborts the process: one run in four did.
             gc.collect()
             dist.destroy_process_group()
+
+
+def _store_of_this_attempt(environment: Mapping[str, str], size: int) -> dist.Store | None:
+    """Returns torchrun's store without what an earlier attempt of this machine's ranks left there; None: torch chooses.
+
+    torch 2.13 keeps one store over `--max-restarts`, and gloo would connect to the addresses of processes that are
+    gone. Of several machines' ranks some may not have been restarted, so the count is no common name there.
+    """
+    if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or environment.get("GROUP_WORLD_SIZE") != "1":
+        return None
+    server = dist.TCPStore(
+        environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), size, is_master=False, wait_for_workers=False
+    )
+    return dist.PrefixStore(f"attempt-{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}", server)
 
 
 def _leave_at_once(exit_code: int) -> None:
