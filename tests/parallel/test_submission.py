@@ -102,7 +102,8 @@ def test_the_train_job_has_the_fields_of_the_api(capsys):
     assert trainer["resourcesPerNode"]["limits"] == {"cpu": 32, "nvidia.com/gpu": 4}
     assert trainer["resourcesPerNode"]["requests"] == trainer["resourcesPerNode"]["limits"]
     assert {each["name"]: each["value"] for each in trainer["env"]} == {
-        "OMP_NUM_THREADS": "8", "GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth0",
+        "OMP_NUM_THREADS": "8", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        "GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth0",
     }  # fmt: skip
     assert trainer["command"] == ["bash", "-ec"]
     words = shlex.split(trainer["args"][0])

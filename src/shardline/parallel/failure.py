@@ -279,7 +279,6 @@ class _Watch:
 
     def __init__(self, heartbeat: Heartbeat, *, num_ranks: int, explain_after_s: float | None) -> None:
         self._heartbeat, self._num_ranks, self._explain_after_s = heartbeat, num_ranks, explain_after_s
-        self._explained = -1
         self._failed_at: float | None = None
 
     def __call__(self, own: Beat) -> None:
@@ -294,9 +293,6 @@ class _Watch:
             self._explain(self._heartbeat.folder, own)
 
     def _explain(self, folder: Path, own: Beat) -> None:
-        if self._explained == own.count:
-            return
-        self._explained = own.count
         beats = [read_beat(folder, rank, run_id=own.run) for rank in range(self._num_ranks)]
         found = diagnose(beats, own=own, now=own.time, waited_s=own.time - own.since)
         if found is not None and _claim(folder, HangError(found), heartbeat=self._heartbeat):

@@ -282,7 +282,8 @@ def _share(parallel: ParallelConfig, total: int, size: int, flag: str) -> int:
 
 
 def _environment(options: JobOptions) -> dict[str, str]:
-    environment = {"OMP_NUM_THREADS": str(options.cpus_per_process)}
+    # torch 2.13 keeps one store over restarts, with the addresses of processes that are gone; this makes a new one.
+    environment = {"OMP_NUM_THREADS": str(options.cpus_per_process), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     if options.interface:
         environment |= {"GLOO_SOCKET_IFNAME": options.interface, "NCCL_SOCKET_IFNAME": options.interface}
     return environment
