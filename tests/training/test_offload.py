@@ -126,7 +126,7 @@ def test_a_checkpoint_does_not_know_where_state_lived(saved, loaded, workers, ba
     assert workers.run(2, saved_here_loaded_there, first, second, cache, tmp_path / "state") == 0.0
 
 
-@pytest.mark.parametrize("memory", ["host", "disk"])
+@pytest.mark.parametrize("memory", ["host", "host, by copies", "disk"])
 def test_slices_step_as_the_whole_does(memory, tmp_path):
     """Parameters of odd sizes, cut into slices: PyTorch's fused AdamW over whole tensors gives the same bits."""
     torch.manual_seed(0)
@@ -139,8 +139,9 @@ def test_slices_step_as_the_whole_does(memory, tmp_path):
         source=LocalSource(ours, {}),
         libraries={"adamw": make_library_optimizer("adamw", config)},
         device=torch.device("cpu"),
-        memory=HostMemory() if memory == "host" else DiskMemory(tmp_path),
+        memory=DiskMemory(tmp_path) if memory == "disk" else HostMemory(),
         bucket_elements=128,
+        copies="copies" in memory,
     )
     library = torch.optim.AdamW(theirs, lr=1e-2, betas=config.betas, eps=config.eps, weight_decay=0.1, fused=True)
     for _ in range(5):
@@ -152,6 +153,26 @@ def test_slices_step_as_the_whole_does(memory, tmp_path):
     for mine, other in zip(ours.values(), theirs, strict=True):
         assert torch.equal(mine, other)
     assert optimizer.shards()["a.step"].local == 5
+
+
+def test_copies_in_the_host_s_memory_follow_weights_that_a_checkpoint_filled():
+    weight = nn.Parameter(torch.zeros(1000))
+    options = {"kind": "adamw", "lr": 0.0, "lr_scale": 1.0, "weight_decay": 0.0}
+    optimizer = BucketedOptimizer(
+        [{"params": [weight], "names": ["w"], **options}],
+        source=LocalSource({"w": weight}, {}),
+        libraries={"adamw": make_library_optimizer("adamw", OptimizerConfig())},
+        device=weight.device,
+        memory=HostMemory(),
+        copies=True,
+    )
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    optimizer.shards()
+    with torch.no_grad():
+        weight.fill_(5.0)
+    optimizer.step()
+    assert (weight == 5.0).all()
 
 
 def test_the_files_have_no_name_so_that_a_killed_run_leaves_none(tmp_path):

@@ -104,6 +104,8 @@ class DiskMemory:
 class HostStream:
     """Copies between a GPU and pinned memory, on streams of their own: one bucket comes down while another is stepped.
 
+    Where `device` is the CPU the copies are plain ones, made at once.
+
     fetch(slot, tensors)   starts copying them into that slot's buffer; two slots take turns
     take(slot)             waits for it and returns the copies, in pinned memory
     push(host, target)     starts copying the host's values up
@@ -112,35 +114,41 @@ class HostStream:
 
     def __init__(self, device: torch.device, *, num_elements: int) -> None:
         self._device = device
-        self._down, self._up = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        self._buffers = [torch.empty(num_elements, dtype=torch.float32, pin_memory=True) for _ in range(2)]
-        self._fetched: list[tuple[torch.cuda.Event, list[Tensor]] | None] = [None, None]
+        self._on_gpu = device.type == "cuda"
+        if self._on_gpu:
+            self._down, self._up = torch.cuda.Stream(device), torch.cuda.Stream(device)
+            self._events = [torch.cuda.Event() for _ in range(2)]
+        self._buffers = [torch.empty(num_elements, dtype=torch.float32, pin_memory=self._on_gpu) for _ in range(2)]
+        self._copies: list[list[Tensor]] = [[], []]
 
     def fetch(self, slot: int, tensors: Sequence[Tensor]) -> None:
+        sizes = [tensor.numel() for tensor in tensors]
+        parts = self._buffers[slot][: sum(sizes)].split(sizes)
+        self._copies[slot] = [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+        if not self._on_gpu:
+            for copy, tensor in zip(self._copies[slot], tensors, strict=True):
+                copy.copy_(tensor)
+            return
         self._down.wait_stream(torch.cuda.current_stream(self._device))
-        copies, used = [], 0
         with torch.cuda.stream(self._down):
-            for tensor in tensors:
-                copy = self._buffers[slot][used : used + tensor.numel()].view(tensor.shape)
+            for copy, tensor in zip(self._copies[slot], tensors, strict=True):
                 copy.copy_(tensor, non_blocking=True)
                 tensor.record_stream(self._down)
-                copies.append(copy)
-                used += tensor.numel()
-            event = torch.cuda.Event()
-            event.record(self._down)
-        self._fetched[slot] = event, copies
+            self._events[slot].record(self._down)
 
     def take(self, slot: int) -> list[Tensor]:
-        fetched = self._fetched[slot]
-        assert fetched is not None
-        event, copies = fetched
-        event.synchronize()
-        return copies
+        if self._on_gpu:
+            self._events[slot].synchronize()
+        return self._copies[slot]
 
     def push(self, host: Tensor, target: Tensor) -> None:
+        if not self._on_gpu:
+            target.copy_(host)
+            return
         with torch.cuda.stream(self._up):
             target.copy_(host, non_blocking=True)
         target.record_stream(self._up)
 
     def finish(self) -> None:
-        torch.cuda.current_stream(self._device).wait_stream(self._up)
+        if self._on_gpu:
+            torch.cuda.current_stream(self._device).wait_stream(self._up)

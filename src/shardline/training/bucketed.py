@@ -132,6 +132,7 @@ class BucketedOptimizer(Optimizer):
     memory      where state lives that is offloaded; None: nothing is
     fraction    share of the state that is offloaded, largest parameters first
     rounding    for bf16 weights: they, and the state in bf16, are rounded stochastically
+    copies      AdamW's offloaded parameters are stepped on copies in the host's memory; None: where the device is a GPU
     """
 
     def __init__(
@@ -145,8 +146,10 @@ class BucketedOptimizer(Optimizer):
         fraction: float = 1.0,
         rounding: StochasticRounding | None = None,
         bucket_elements: int = BUCKET_ELEMENTS,
+        copies: bool | None = None,
     ) -> None:
         super().__init__(groups, {})
+        self._copies = device.type == "cuda" if copies is None else copies
         self.step_index = 0  # of the run: the random bits of the rounding depend on it
         self._source = source
         self._libraries = libraries
@@ -293,7 +296,7 @@ class BucketedOptimizer(Optimizer):
             place = memory if memory is not None and index in moved else DeviceMemory(self._device)
             kind: Kind = self._groups[name]["kind"]
             device = self._device
-            if isinstance(place, HostMemory) and device.type == "cuda" and kind == "adamw" and self._rounding is None:
+            if isinstance(place, HostMemory) and self._copies and kind == "adamw" and self._rounding is None:
                 self._masters[name] = place.zeros(part.local.shape)
                 device = torch.device("cpu")
             like = torch.empty(part.local.shape, device=device)

@@ -29,8 +29,9 @@ from torch import Tensor
 
 __all__ = ["StochasticRounding", "global_index"]
 
-# Elements hashed at a time: their words stay in a core's cache.
-_BLOCK = 1 << 16
+# Elements hashed at a time: on a CPU their words stay in a core's cache, on a GPU each block is a dozen launches.
+_BLOCK = {"cpu": 1 << 16}
+_BLOCK_ELSEWHERE = 1 << 24
 
 
 class StochasticRounding:
@@ -42,19 +43,23 @@ class StochasticRounding:
     def copy(self, value: Tensor, target: Tensor, *, step: int, name: str, index: Tensor | int) -> None:
         """Writes `value` (fp32) to `target` (bf16), both contiguous and of one size.
 
-        index   int64, each element's index in the whole parameter; an int: that of the first, the others follow
+        index   int64, each element's index in the whole parameter, rising; an int: that of the first, the others follow
         name    of the parameter and the tensor: two tensors of one parameter round independently
         """
         digest = hashlib.blake2b(f"{self._seed}/{step}/{name}".encode(), digest_size=8).digest()
         keys = int.from_bytes(digest[:4], "little", signed=True), int.from_bytes(digest[4:], "little", signed=True)
         values, targets = value.view(-1), target.view(-1)
-        for begin in range(0, values.numel(), _BLOCK):
-            end = min(begin + _BLOCK, values.numel())
+        if not values.numel():
+            return
+        last = index + values.numel() - 1 if isinstance(index, int) else int(index[-1])
+        block = _BLOCK.get(values.device.type, _BLOCK_ELSEWHERE)
+        for begin in range(0, values.numel(), block):
+            end = min(begin + block, values.numel())
             if isinstance(index, int):
                 place = torch.arange(index + begin, index + end, device=values.device)
             else:
                 place = index[begin:end]
-            bits = _random_words(place, keys).bitwise_and_(0xFFFF)
+            bits = _random_words(place, keys, wide=last >= 1 << 32).bitwise_and_(0xFFFF)
             bits += values[begin:end].view(torch.int32)
             targets[begin:end] = bits.bitwise_and_(-0x10000).view(torch.float32)
 
@@ -79,12 +84,12 @@ def global_index(
     return index
 
 
-def _random_words(index: Tensor, keys: tuple[int, int]) -> Tensor:
-    """Returns 32 random bits (int32) for each index (int64)."""
+def _random_words(index: Tensor, keys: tuple[int, int], *, wide: bool) -> Tensor:
+    """Returns 32 random bits (int32) for each index (int64); `wide`: one of them may need more than 32 bits."""
     words = index.to(torch.int32)
-    high = index >> 32
-    if high.any():
-        words = words ^ _mix(high.to(torch.int32) ^ keys[1])
+    if wide:
+        high = (index >> 32).to(torch.int32)
+        words = torch.where(high == 0, words, words ^ _mix(high ^ keys[1]))
     return _mix(_mix(words ^ keys[0]) ^ keys[1])
 
 
