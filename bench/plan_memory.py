@@ -19,7 +19,8 @@ import os
 import socket
 import subprocess
 import sys
-from dataclasses import dataclass
+import tempfile
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -61,6 +62,17 @@ MODELS: dict[str, DecoderConfig] = {
         rope=RopeConfig(),
         tie_word_embeddings=False,
     ),
+    "22m": DecoderConfig(
+        vocab_size=4096,
+        hidden_size=384,
+        intermediate_size=1024,
+        num_layers=12,
+        num_heads=6,
+        num_kv_heads=2,
+        head_dim=64,
+        rope=RopeConfig(),
+        tie_word_embeddings=False,
+    ),
     "smollm2-135m": preset("smollm2-135m"),
     "qwen3-wide-vocabulary": DecoderConfig(
         family="qwen3",
@@ -87,24 +99,37 @@ class Case:
     accumulation: int = 1
     sequence_length: int = 512
     precision: str = "fp32"
+    parallel: dict[str, Any] = field(default_factory=dict)  # more of the config's `parallel`
 
     @property
     def name(self) -> str:
+        more = "".join(
+            f" {key.removeprefix('offload.')}" if value is True else f" {key}={value}"
+            for key, value in self.parallel.items()
+        )
         return (
-            f"{self.model} {self.precision} n={self.processes} zero={self.zero} "
+            f"{self.model} {self.precision} n={self.processes} zero={self.zero}{more} "
             f"b={self.micro_batch}x{self.accumulation} T={self.sequence_length}"
         )
+
+    @property
+    def data_ranks(self) -> int:
+        return self.processes // (self.parallel.get("tensor", 1) * self.parallel.get("pipeline", 1))
 
     def config(self) -> RunConfig:
         words = {
             "parallel.zero": self.zero,
             "train.micro_batch": self.micro_batch,
-            "train.global_batch": self.micro_batch * self.accumulation * self.processes,
+            "train.global_batch": self.micro_batch * self.accumulation * self.data_ranks,
             "train.precision": self.precision,
             "data.sequence_length": self.sequence_length,
-            "train.eval_rows": self.micro_batch * self.processes,
+            "train.eval_rows": self.micro_batch * self.data_ranks,
+            "run": tempfile.gettempdir() + "/plan-memory",
+            **{f"parallel.{key}": value for key, value in self.parallel.items()},
         }
-        return load_config(None, [f"--{name}={value}" for name, value in words.items()])
+        return load_config(
+            None, [f"--{name}={str(value).lower() if value is True else value}" for name, value in words.items()]
+        )
 
 
 CASES = [
@@ -134,6 +159,22 @@ CASES = [
     Case(model="gpt2", processes=1, zero=0),
     Case(model="mixtral-8x7b", processes=1, zero=0),
     Case(model="mixtral-8x7b", processes=2, zero=3),
+    Case(model="22m", processes=2, zero=0, parallel={"tensor": 2}, micro_batch=4),
+    Case(model="22m", processes=2, zero=0, parallel={"tensor": 2, "sequence_parallel": True}, micro_batch=4),
+    *(
+        Case(model="22m", processes=2, zero=0, parallel={"pipeline": 2, "schedule": schedule}, accumulation=4)
+        for schedule in ("gpipe", "1f1b", "interleaved", "zero_bubble_v")
+    ),
+    Case(model="22m", processes=4, zero=3, parallel={"pipeline": 2}, accumulation=4),
+    Case(model="22m", processes=4, zero=1, parallel={"pipeline": 2}, accumulation=4),
+    Case(model="22m", processes=4, zero=0, parallel={"tensor": 2, "pipeline": 2}, accumulation=4),
+    *(
+        Case(model="22m", processes=2, zero=3, parallel={"activation_checkpointing": kind}, micro_batch=4)
+        for kind in ("none", "selective", "full")
+    ),
+    Case(model="22m", processes=1, zero=0, parallel={"activation_checkpointing": "full"}, micro_batch=8),
+    Case(model="34m", processes=1, zero=0, parallel={"offload.optimizer": "disk"}),
+    Case(model="34m", processes=4, zero=3, parallel={"zero_group": 2}, micro_batch=1),
 ]
 
 
@@ -237,7 +278,7 @@ def main() -> None:
         if args.only not in case.name:
             continue
         seen = measure(case, args.steps)
-        prediction = predict(MODELS[case.model], case.config(), data_ranks=case.processes)
+        prediction = predict(MODELS[case.model], case.config(), data_ranks=case.data_ranks)
         error = prediction.total_bytes / seen["peak"] - 1
         print(
             f"| {case.name} | {prediction.total_bytes / GIB:.2f} | {seen['peak'] / GIB:.2f} | {100 * error:+.1f} % "

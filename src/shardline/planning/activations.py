@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 __all__ = [
     "Arithmetic",
     "element_bytes",
-    "linear_output_bytes",
     "inner_bytes",
     "layer_backward_bytes",
     "layer_bytes",
     "layer_forward_bytes",
     "linear_input_bytes",
+    "linear_output_bytes",
     "outer_bytes",
     "stream_bytes",
     "wide_tensors",
