@@ -303,7 +303,9 @@ class _Loop:
 
     def _measure_peak(self) -> float | None:
         """All ranks at once, since they share the machine's memory and power when they train."""
-        dtype = {"fp32": "float32", "fp16": "float16"}.get(self._config.train.precision, "bfloat16")
+        # A CPU's plain fp16 product is far slower than what its linears take, so its fp32 is the yardstick there.
+        half = "float16" if self._world.device.type == "cuda" else "float32"
+        dtype = {"fp32": "float32", "fp16": half}.get(self._config.train.precision, "bfloat16")
         peak = measure_matmul_flops(dtype, seconds=0.2, device=self._world.device.type)
         total = self._world.sum(torch.tensor([math.nan if peak is None else peak], dtype=torch.float64)).item()
         return None if math.isnan(total) else total
