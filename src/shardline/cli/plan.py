@@ -56,11 +56,16 @@ def _num_processes(nproc: int | None, config: RunConfig, machine: Machine) -> tu
         if nproc < 1:
             raise UsageError(f"--nproc {nproc} must be at least 1.")
         return nproc, "--nproc"
-    if config.parallel.data != "auto":
-        return config.parallel.data * config.parallel.tensor * config.parallel.pipeline, "parallel.data asks for it"
+    parallel = config.parallel
+    fixed = parallel.tensor * parallel.pipeline
+    if parallel.data != "auto":
+        return parallel.data * fixed, "the config's data x tensor x pipeline ranks"
     steps = config.train.global_batch // config.train.micro_batch
-    count = next(n for n in range(min(machine.num_cores, steps), 0, -1) if steps % n == 0)
-    return count, "as many as this machine has cores, where that divides the batch"
+    most = max(1, min(machine.num_cores // fixed, steps))
+    data = next(n for n in range(most, 0, -1) if steps % n == 0)
+    if fixed > 1:
+        return data * fixed, f"{data} x the {fixed} tensor and pipeline ranks of the config"
+    return data, "as many as this machine has cores, where that divides the batch"
 
 
 def _model(config: RunConfig) -> DecoderConfig:

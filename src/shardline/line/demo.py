@@ -188,12 +188,7 @@ def _plan(console: Console, config: RunConfig, machine: Machine) -> RunConfig:
         console.print(line)
     if plan.chosen is None:
         plan.require()
-    assert plan.chosen is not None
-    return dataclasses.replace(
-        config,
-        train=dataclasses.replace(config.train, micro_batch=plan.chosen.micro_batch),
-        parallel=dataclasses.replace(config.parallel, zero=plan.chosen.zero),
-    )
+    return plan.chosen_config
 
 
 def _train(console: Console, config: RunConfig) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """What to change when nothing fits: concrete flags, each checked by the same prediction.
 
-    plan.require()      # raises with the sentences of `fixes(plan)`
-    flags(run, option)  # "--parallel.zero 3 --train.micro_batch 1": how to ask for an option
+plan.require()      # raises with the sentences of `fixes(plan)`
+flags(run, option)  # "--parallel.zero 3 --train.micro_batch 1": how to ask for an option
 """
 
 from __future__ import annotations
@@ -69,7 +69,9 @@ def fixes(plan: Plan) -> list[str]:
         f"{_SHORT} {flags(run, alone)}."
     )
     needed = leanest.prediction.high_bytes * plan.processes_here
-    found.append(f"A machine with {_gib(needed)} available would run {leanest.name} in {plan.processes_here} processes.")
+    found.append(
+        f"A machine with {_gib(needed)} available would run {leanest.name} in {plan.processes_here} processes."
+    )
     return found
 
 
@@ -113,7 +115,9 @@ def _more_machines(plan: Plan, least: Option) -> list[str]:
             option = dataclasses.replace(least, layout=Layout(data=ranks, zero=3), micro_batch=1)
             if _high(plan.model, shorter, option) <= plan.budget_bytes:
                 rows = "" if length == run.data.sequence_length else f" and --data.sequence_length {length}"
-                recompute = "" if least.recompute == "none" else f" --parallel.activation_checkpointing {least.recompute}"
+                recompute = (
+                    "" if least.recompute == "none" else f" --parallel.activation_checkpointing {least.recompute}"
+                )
                 return [
                     f"{machines} machines like this one ({ranks} processes) with --parallel.zero 3{recompute}{rows} "
                     "would fit."

@@ -3,8 +3,8 @@
     layout = require_layout(model, run, num_processes=8)     # InfeasibleError: the equation, and the nearest layout
     for option in options(model, run, num_processes=8): ...  # what the search looks at
 
-An option is possible when heads, kv heads, words and inner features can be dealt out to the tensor ranks, every pipeline
-stage gets a layer, and rows divide over data ranks and micro-batches.
+An option is possible when heads, kv heads, words and inner features can be dealt out to the tensor ranks, every
+pipeline stage gets a layer, and rows divide over data ranks and micro-batches.
 """
 
 from __future__ import annotations
@@ -72,9 +72,7 @@ def require_layout(model: DecoderConfig, run: RunConfig, *, num_processes: int) 
 
 
 def configured_option(run: RunConfig, layout: Layout) -> Option:
-    return Option(
-        layout=layout, micro_batch=run.train.micro_batch, recompute=run.parallel.activation_checkpointing
-    )
+    return Option(layout=layout, micro_batch=run.train.micro_batch, recompute=run.parallel.activation_checkpointing)
 
 
 def options(model: DecoderConfig, run: RunConfig, *, num_processes: int) -> Iterator[Option]:
@@ -226,7 +224,7 @@ def _yaml(run: RunConfig, close: RunConfig) -> list[str]:
     """The layout as lines of a config, and the batch where it changed."""
     parallel = close.parallel
     lines = ["parallel:", *(f"  {name}: {getattr(parallel, name)}" for name in ("data", "tensor", "pipeline", "zero"))]
-    if parallel.zero_group != "auto":
+    if parallel.zero_group != "auto" or run.parallel.zero_group != "auto":
         lines.append(f"  zero_group: {parallel.zero_group}")
     if parallel.tensor > 1 or run.parallel.sequence_parallel:
         lines.append(f"  sequence_parallel: {str(parallel.sequence_parallel).lower()}")

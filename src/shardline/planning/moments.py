@@ -13,7 +13,7 @@ from functools import lru_cache
 from itertools import chain
 from typing import NamedTuple
 
-from shardline.parallel.schedules import Action, Kind, ScheduleName, make_schedule
+from shardline.parallel.schedules import Action, Kind, Schedule, ScheduleName, make_schedule
 
 __all__ = ["Moment", "bubble", "moments"]
 
@@ -50,12 +50,7 @@ def moments(
         if num_ranks > _SIMULATED_RANKS:  # as many as its limit allows, half on each stage
             count = min(num_micro_batches, num_ranks)
             return tuple(Moment(kind, stage, (count, count), (0, 0), True) for kind in ("F", "B") for stage in stages)
-    schedule = make_schedule(
-        name,
-        num_ranks=num_ranks,
-        num_micro_batches=_representative(num_ranks, num_micro_batches),
-        stages_per_rank=stages_per_rank,
-    )
+    schedule = _schedule(name, num_ranks, _representative(num_ranks, num_micro_batches), stages_per_rank)
     return _walk(schedule.actions[rank], stages, splits=schedule.split_backward)
 
 
@@ -73,6 +68,13 @@ def bubble(name: ScheduleName, *, num_ranks: int, num_micro_batches: int, stages
     return plain / stages_per_rank
 
 
+@lru_cache(maxsize=256)
+def _schedule(name: ScheduleName, num_ranks: int, num_micro_batches: int, stages_per_rank: int) -> Schedule:
+    return make_schedule(
+        name, num_ranks=num_ranks, num_micro_batches=num_micro_batches, stages_per_rank=stages_per_rank
+    )
+
+
 def _representative(num_ranks: int, num_micro_batches: int) -> int:
     """Few micro-batches among which the steady state is reached; a multiple of the ranks where the number is."""
     return min(num_micro_batches, 3 * num_ranks)
@@ -81,7 +83,7 @@ def _representative(num_ranks: int, num_micro_batches: int) -> int:
 @lru_cache(maxsize=256)
 def _simulated_bubble(num_ranks: int, num_micro_batches: int) -> float:
     """Idle time over that of one micro-batch."""
-    schedule = make_schedule("zero_bubble_v", num_ranks=num_ranks, num_micro_batches=num_micro_batches)
+    schedule = _schedule("zero_bubble_v", num_ranks, num_micro_batches, 2)
     done: dict[Action, int] = {}
     clocks, next_at = [0] * num_ranks, [0] * num_ranks
     while any(at < len(actions) for at, actions in zip(next_at, schedule.actions, strict=True)):

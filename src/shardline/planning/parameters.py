@@ -9,6 +9,7 @@ Symbols as in the decoder: D hidden, N and K heads, H head size, F inner width, 
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
@@ -36,8 +37,16 @@ class LayerCount:
         return self.matrices + self.vectors + (self.expert_matrices + self.expert_vectors) * self.num_experts
 
     @cached_property
+    def counted(self) -> dict[int, int]:
+        """Size -> how many tensors have it."""
+        found = Counter(self.matrices + self.vectors)
+        for size in self.expert_matrices + self.expert_vectors:
+            found[size] += self.num_experts
+        return dict(found)
+
+    @cached_property
     def total(self) -> int:
-        return sum(self.tensors)
+        return sum(size * count for size, count in self.counted.items())
 
     @property
     def expert(self) -> int:

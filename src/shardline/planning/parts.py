@@ -1,7 +1,7 @@
 """What one rank of a layout holds of a model: its pipeline stages' layers, and of each tensor its tensor-parallel part.
 
     held = hold_part(model, layout, rank=0, sequence_length=512)     # rank on the pipeline axis
-    held.tensors, held.layers, held.embedding, held.head
+    held.total, held.counted, held.layers, held.embedding, held.head
 
 A tensor-parallel part of a model is the same model with fewer heads, fewer inner features and fewer words
 (`tensor_part`), so that what counts a model counts a part of it. Tests count the parameters that the real ranks hold.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
@@ -48,8 +49,13 @@ class Held:
         return weights + self.head_vectors + self.projections + self.other
 
     @cached_property
-    def tensors(self) -> tuple[int, ...]:
-        return self.outer_tensors + tuple(size for layer in self.layers for size in layer.tensors)
+    def counted(self) -> dict[int, int]:
+        """Size -> how many tensors have it."""
+        found = Counter(self.outer_tensors)
+        for layer in self.layers:
+            for size, count in layer.counted.items():
+                found[size] += count
+        return dict(found)
 
     @cached_property
     def outer(self) -> int:
@@ -57,15 +63,17 @@ class Held:
 
     @cached_property
     def total(self) -> int:
-        return self.outer + sum(layer.total for layer in self.layers)
+        return sum(size * count for size, count in self.counted.items())
 
     @cached_property
-    def hidden_matrices(self) -> tuple[int, ...]:
-        """Matrices between embedding and head: what Muon orthogonalises."""
-        in_layers = [
-            size for layer in self.layers for size in layer.matrices + layer.expert_matrices * layer.num_experts
-        ]
-        return (*in_layers, *self.projections)
+    def hidden_matrices(self) -> dict[int, int]:
+        """Size -> how many matrices between embedding and head have it: what Muon orthogonalises."""
+        found = Counter(self.projections)
+        for layer in self.layers:
+            found.update(layer.matrices)
+            for size in layer.expert_matrices:
+                found[size] += layer.num_experts
+        return dict(found)
 
 
 @lru_cache(maxsize=256)

@@ -188,7 +188,7 @@ class StateSizes:
         )
         is_last = layout.num_stages - 1 in stages_of(layout, rank)
         full = element * held.total
-        largest = element * layout.tensor * max(held.tensors)
+        largest = element * layout.tensor * max(held.counted)
         return cls(
             sharded=sharded,
             keeps_parameters=layout.zero == 2,
@@ -203,7 +203,7 @@ class StateSizes:
             embedding=element * held.embedding,
             written=_TENSORS_IN_A_SAVE * largest,
             largest=largest,
-            small=_FP32 * sum(size for size in held.tensors if _FP32 * size <= KEPT_BLOCK_BYTES),
+            small=_FP32 * sum(size * each for size, each in held.counted.items() if _FP32 * size <= KEPT_BLOCK_BYTES),
             copy=_copied(model, run, layout, held, element=element, largest=largest, sharded=sharded),
             element=element,
             gathered_element=_BF16 if arithmetic == "bf16" else _FP32,

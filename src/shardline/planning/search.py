@@ -5,9 +5,9 @@
     plan.configured      # the candidate that the config itself asks for
     plan.require()       # raises InfeasibleError when the configured layout does not fit
 
-Candidates are all ways to share out the processes over data, tensor and pipeline axes, each with ZeRO 0 to 3, every kind
-of recomputation and several micro-batches. One fits when the high end of its prediction is within a process's share
-of the memory that is available now; of those that fit, the one whose step should be shortest is chosen.
+Candidates are all ways to share out the processes over data, tensor and pipeline axes, each with ZeRO 0 to 3, every
+kind of recomputation and several micro-batches. One fits when the high end of its prediction is within a process's
+share of the memory that is available now; of those that fit, the one whose step should be shortest is chosen.
 """
 
 from __future__ import annotations
@@ -184,9 +184,7 @@ class _Search:
         self.budget_bytes = machine.memory_available_bytes // processes
 
     def candidate(self, option: Option) -> Candidate:
-        prediction = self._predictor.predict(
-            option.layout, micro_batch=option.micro_batch, recompute=option.recompute
-        )
+        prediction = self._predictor.predict(option.layout, micro_batch=option.micro_batch, recompute=option.recompute)
         return Candidate(
             option=option,
             num_micro_batches=self._run.train.global_batch // (option.micro_batch * option.layout.data),
@@ -223,13 +221,13 @@ def _reason(each: Candidate, chosen: Candidate | None, wanted: int, budget_bytes
     assert chosen is not None, "a layout that fits could be chosen"
     if each is chosen:
         return (
-            f"fits ({_gib(total)} of {_gib(budget_bytes)} per process), and of those that fit its step should be the "
-            f"shortest ({each.step.total_s:.3g} s by the model of docs/planning.md)"
+            f"fits ({_gib(total)} of {_gib(budget_bytes)} per process), and no layout that fits should have a clearly "
+            f"shorter step ({each.step.total_s:.3g} s by the model of docs/planning.md)"
         )
     ratio = each.step.total_s / chosen.step.total_s
     if ratio > _SAME_TIME:
         return f"fits, but its step should take {ratio:.3g} times as long: {_slower_by(each, chosen)}"
-    return f"fits, and is no faster than {chosen.name}, which is simpler"
+    return f"fits, but is hardly faster, if at all, than {chosen.name}, which is simpler"
 
 
 def _slower_by(each: Candidate, chosen: Candidate) -> str:

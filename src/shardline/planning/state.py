@@ -30,6 +30,9 @@ _EIGHT_BIT = 2 * (1 + 4 / 256)
 _DEALT_TENSORS = 2000
 _EIGHT_BIT_SMALLEST = 4096  # elements; torchao keeps smaller tensors in fp32
 
+_Alike = tuple[int, float, int]
+"""Tensors: elements of each, bytes of state for an element, how many."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerState:
@@ -76,17 +79,19 @@ def optimizer_state(
         fattest = _fattest_share(tensors, sharers)
     else:
         cut = (shards or data_ranks) if zero >= 2 else 1
-        fattest = [(-(-size // cut), state) for size, state in tensors]
-    total = int(sum(size * state for size, state in fattest))
+        fattest = [(-(-size // cut), state, count) for size, state, count in tensors]
+    total = int(sum(size * state * count for size, state, count in fattest))
     moved = 0
     if offload.optimizer == "disk" or (offload.optimizer == "cpu" and on_gpu):
-        chosen = largest_first([size for size, _ in fattest], fraction=offload.optimizer_fraction)
-        moved = int(sum(fattest[index][0] * fattest[index][1] for index in chosen))
+        each = [(size, state) for size, state, count in fattest for _ in range(count)]
+        chosen = largest_first([size for size, _ in each], fraction=offload.optimizer_fraction)
+        moved = int(sum(each[index][0] * each[index][1] for index in chosen))
     bucketed = by_matrix or offload.optimizer != "none" or run.train.precision == "bf16_pure"
     in_flight = 0
     if bucketed and dealt:
         element = _BF16 if run.train.precision == "bf16_pure" else _FP32
-        largest, everything = max(size for size, _ in tensors), sum(size for size, _ in tensors)
+        largest = max(size for size, _, _ in tensors)
+        everything = sum(size * count for size, _, count in tensors)
         bucket = max(largest, min(everything, _BUCKET_ELEMENTS * sharers))
         owned = max(largest, bucket // sharers)
         in_flight = element * (4 * owned if zero >= 2 or tensor_ranks > 1 else 2 * bucket)
@@ -98,16 +103,16 @@ def optimizer_state(
     )
 
 
-def _fattest_share(tensors: list[tuple[int, float]], ranks: int) -> list[tuple[int, float]]:
+def _fattest_share(tensors: list[_Alike], ranks: int) -> list[_Alike]:
     """What the rank with most state gets when whole tensors are dealt out."""
-    weights = [int(size * state) for size, state in tensors]
-    if len(tensors) > _DEALT_TENSORS:  # thousands of experts: all but even, and slow to deal in a search
-        share = sum(weights) / ranks + sorted(weights)[len(weights) // 2]
-        return [(int(max(share, *weights)), 1.0)]
-    shares: list[list[tuple[int, float]]] = [[] for _ in range(ranks)]
-    for owner, tensor in zip(deal(weights, ranks=ranks), tensors, strict=True):
-        shares[owner].append(tensor)
-    return max(shares, key=lambda share: sum(size * state for size, state in share))
+    if sum(count for _, _, count in tensors) > _DEALT_TENSORS:  # thousands of experts: all but even, and slow to deal
+        total = sum(size * state * count for size, state, count in tensors)
+        return [(int(max(total / ranks, *(size * state for size, state, _ in tensors))), 1.0, 1)]
+    each = [(size, state) for size, state, count in tensors for _ in range(count)]
+    shares: list[list[_Alike]] = [[] for _ in range(ranks)]
+    for owner, (size, state) in zip(deal([int(n * b) for n, b in each], ranks=ranks), each, strict=True):
+        shares[owner].append((size, state, 1))
+    return max(shares, key=lambda share: sum(size * state for size, state, _ in share))
 
 
 def offload_notes(model: DecoderConfig, run: RunConfig, machine: Machine, *, data_ranks: int) -> list[str]:
@@ -133,24 +138,27 @@ def offload_notes(model: DecoderConfig, run: RunConfig, machine: Machine, *, dat
     return notes
 
 
-def _tensors(model: DecoderConfig, run: RunConfig, held: Held) -> list[tuple[int, float]]:
-    """(elements, bytes of state for each) of every parameter that is held."""
+def _tensors(model: DecoderConfig, run: RunConfig, held: Held) -> list[_Alike]:
+    """Every parameter that is held."""
     name = run.optimizer.name
     element = _BF16 if run.train.precision == "bf16_pure" else _FP32
     if name == "adamw":
-        return [(size, 2 * element) for size in held.tensors]
+        return [(size, 2 * element, count) for size, count in held.counted.items()]
     if name == "adamw_8bit":
-        eight = [size >= _EIGHT_BIT_SMALLEST and size % 256 == 0 for size in held.tensors]
         return [
-            (size, _EIGHT_BIT if is_eight else 2 * element) for size, is_eight in zip(held.tensors, eight, strict=True)
+            (size, _EIGHT_BIT if size >= _EIGHT_BIT_SMALLEST and size % 256 == 0 else 2 * element, count)
+            for size, count in held.counted.items()
         ]
-    hidden, rest = held.hidden_matrices, list(held.tensors)
-    for size in hidden:
-        rest.remove(size)
+    hidden = held.hidden_matrices
+    rest = {size: count - hidden.get(size, 0) for size, count in held.counted.items()}
     if name == "muon":
-        return [(size, element) for size in hidden] + [(size, 2 * element) for size in rest]
+        return [(size, element, count) for size, count in hidden.items()] + [
+            (size, 2 * element, count) for size, count in rest.items()
+        ]
     matrix = count_parameters(model).embedding  # the embedding's and the head's
-    return [(size, 0.0) for size in hidden] + [(size, 0.0 if size == matrix else element) for size in rest]
+    return [(size, 0.0, count) for size, count in hidden.items()] + [
+        (size, 0.0 if size == matrix else element, count) for size, count in rest.items()
+    ]
 
 
 def _gib(count: int) -> str:

@@ -231,4 +231,3 @@ class Timing:
         if run.parallel.offload.optimizer == "disk":
             seconds += 16 * run.parallel.offload.optimizer_fraction * stepped / speed.disk_bytes_per_s
         return seconds
-

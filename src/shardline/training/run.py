@@ -28,15 +28,14 @@ from shardline.hardware.probe import probe
 from shardline.models.config import DecoderConfig
 from shardline.models.presets import preset
 from shardline.parallel.failure import watch_ranks
-from shardline.parallel.grid import Layout
 from shardline.parallel.world import World
 from shardline.planning.flops import training_flops_per_token, utilisation
+from shardline.planning.layouts import require_layout
 from shardline.planning.search import make_plan
 from shardline.text.dataset import prepare_dataset
 from shardline.text.rows import PackedDataset
 from shardline.text.tokenizer import Tokenizer, byte_tokenizer
 from shardline.training.interruption import SIGNALS, Interruption
-from shardline.training.model import check_layout
 from shardline.training.progress import Progress
 from shardline.training.report import write_report
 from shardline.training.run_directory import RunDirectory, open_log
@@ -96,7 +95,7 @@ def train(
     config = world.first(lambda: _pin_model(config))
     architecture = model_config(config)
     _require_context(config, architecture)
-    check_layout(config, architecture, Layout.resolve(config.parallel, world_size=world.size))
+    require_layout(architecture, config, num_processes=world.size)
     # A machine that took another's place has not been restarted; whoever was counts for all.
     restarts = int(world.max(torch.tensor([float(restarts)])).item())
     checkpoint = world.first(lambda: run.open(config, resume=resume, restarts=restarts))
@@ -327,7 +326,9 @@ def _plan(
     config: RunConfig, architecture: DecoderConfig, world: World, run: RunDirectory, *, require_fit: bool
 ) -> float:
     """Writes plan.json and returns the memory predicted for the fattest process, in GiB."""
-    plan = make_plan(architecture, config, num_processes=world.size, machine=probe(folder=config.run))
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
+    machine = probe(folder=config.run)
+    plan = make_plan(architecture, config, num_processes=world.size, machine=machine, processes_here=here)
     run.write_plan(plan.to_json())
     if require_fit:
         plan.require()
