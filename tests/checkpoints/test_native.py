@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -151,6 +152,21 @@ def test_a_deletion_never_leaves_half_a_checkpoint(copy, monkeypatch):
     assert [each.step for each in find_checkpoints(copy)] == [2]
     for each in find_checkpoints(copy):
         each.verify()
+
+
+def test_what_the_disk_said_is_told(peers, copy):
+    """No file of more than 100 kB can be written, as on a full disk."""
+    config = preset("tiny")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    try:
+        with pytest.raises(ShardlineError, match=r"step 3 was not saved: rank 0 could not write .*File too large"):
+            save_checkpoint(
+                copy, step=3, state=state_of(Decoder(config)), model=ModelFolder(config=config), facts={}, peers=peers
+            )
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert sorted(path.name for path in copy.iterdir()) == ["step-1", "step-2"]
 
 
 def test_a_folder_that_cant_be_written_is_named_and_the_rest_is_whole(peers, copy):

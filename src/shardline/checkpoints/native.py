@@ -26,6 +26,9 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from shardline.checkpoints.atomic import publish_folder
 from shardline.checkpoints.hub import resolve
@@ -195,9 +198,22 @@ def _require_visible(path: Path, *, written_by: int, peers: Peers) -> None:
         time.sleep(0.1)
 
 
+class _Writer(dcp.FileSystemWriter):
+    """Raises what the disk said: torch's zip writer hides "No space left on device" behind an error of its own."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, OSError):
+                cause = cause.__cause__ or cause.__context__
+            raise cause or error from None
+
+
 def _write_state(folder: Path, state: Mapping[str, Shard], peers: Peers) -> None:
     try:
-        dcp.save(dict(state), checkpoint_id=folder, planner=SaveShards(), process_group=peers.group)
+        dcp.save(dict(state), storage_writer=_Writer(folder), planner=SaveShards(), process_group=peers.group)
     except dcp.api.CheckpointException as error:
         rank, (first, _) = next(iter(error.failures.items()))
         raise ShardlineError(f"rank {rank} could not write {folder}: {first}") from None
