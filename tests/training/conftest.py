@@ -45,6 +45,7 @@ def base_config(corpus: Path) -> RunConfig:
     )
 
 
-def with_layout(config: RunConfig, *, zero: int, micro_batch: int, steps: int | None = None) -> RunConfig:
+def with_layout(config: RunConfig, *, zero: int | None = None, micro_batch: int, steps: int | None = None) -> RunConfig:
     train = dataclasses.replace(config.train, micro_batch=micro_batch, steps=steps or config.train.steps)
-    return dataclasses.replace(config, train=train, parallel=dataclasses.replace(config.parallel, zero=zero))
+    parallel = config.parallel if zero is None else dataclasses.replace(config.parallel, zero=zero)
+    return dataclasses.replace(config, train=train, parallel=parallel)
