@@ -1,4 +1,4 @@
-"""Cross-entropy over a vocabulary that is dealt out to the tensor-parallel ranks; full logits exist nowhere.
+"""Cross-entropy over a vocabulary that may be dealt out to the tensor-parallel ranks; full logits exist nowhere.
 
 Each rank makes the logits of its own words, a chunk of rows at a time. A row's maximum, sum of exponentials and target
 logit are three numbers to reduce (Shoeybi et al., 2019, arXiv:1909.08053, section 3); the gradients are made in the
@@ -24,7 +24,7 @@ def vocabulary_parallel_cross_entropy(
     bias_V: Tensor | None,
     softcap: float | None,
     first: int,
-    group: dist.ProcessGroup,
+    group: dist.ProcessGroup | None,
     ignored: int,
     chunk_rows: int,
 ) -> Tensor:
@@ -32,6 +32,7 @@ def vocabulary_parallel_cross_entropy(
 
     x_RD       the same on every rank; its gradient here is this rank's part of a sum over ranks
     weight_VD  the head's rows of this rank's words, from word `first` on
+    group      the tensor ranks; None: this rank has all words
     """
     if torch.is_autocast_enabled(x_RD.device.type):
         dtype = torch.get_autocast_dtype(x_RD.device.type)
@@ -51,7 +52,7 @@ class _CrossEntropy(torch.autograd.Function):
         targets_R: Tensor,
         softcap: float | None,
         first: int,
-        group: dist.ProcessGroup,
+        group: dist.ProcessGroup | None,
         ignored: int,
         chunk_rows: int,
         with_gradients: bool,
@@ -72,14 +73,16 @@ class _CrossEntropy(torch.autograd.Function):
                     capped = torch.tanh(logits / softcap)
                     slope, logits = 1 - capped.square(), softcap * capped
                 top = logits.amax(-1)
-                dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
+                if group is not None:
+                    dist.all_reduce(top, dist.ReduceOp.MAX, group=group)
                 logits -= top.unsqueeze(-1)
                 real = targets != ignored
                 here = real & (targets >= first) & (targets < first + num_words)
                 index = (targets - first).where(here, 0).unsqueeze(-1)
                 picked = logits.gather(-1, index).squeeze(-1) * here
                 sums = torch.stack([logits.exp_().sum(-1), picked])
-                dist.all_reduce(sums, group=group)
+                if group is not None:
+                    dist.all_reduce(sums, group=group)
                 total += ((sums[0].log() - sums[1]) * real).sum()
                 if not with_gradients:
                     continue
