@@ -5,10 +5,11 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
-from shardline.config import DataConfig, OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
+from shardline.config import DataConfig, OffloadConfig, OptimizerConfig, ParallelConfig, RunConfig, TrainConfig
 from training.workers import Workers
 
 
@@ -49,3 +50,32 @@ def with_layout(config: RunConfig, *, zero: int | None = None, micro_batch: int,
     train = dataclasses.replace(config.train, micro_batch=micro_batch, steps=steps or config.train.steps)
     parallel = config.parallel if zero is None else dataclasses.replace(config.parallel, zero=zero)
     return dataclasses.replace(config, train=train, parallel=parallel)
+
+
+class At(NamedTuple):
+    """A layout for a global batch of 16: four micro-batches a step, so that every schedule has some to order."""
+
+    data: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    zero: int = 0
+    sequence_parallel: bool = False
+    schedule: str = "1f1b"
+    disk: bool = False
+
+    @property
+    def num_processes(self) -> int:
+        return self.data * self.tensor * self.pipeline
+
+    def of(self, config: RunConfig) -> RunConfig:
+        parallel = ParallelConfig(
+            data=self.data,
+            tensor=self.tensor,
+            pipeline=self.pipeline,
+            zero=self.zero,  # type: ignore[arg-type]
+            sequence_parallel=self.sequence_parallel,
+            schedule=self.schedule,  # type: ignore[arg-type]
+            offload=OffloadConfig(optimizer="disk" if self.disk else "none"),
+        )
+        train = dataclasses.replace(config.train, micro_batch=4 // self.data)
+        return dataclasses.replace(config, parallel=parallel, train=train)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,44 +15,16 @@ from shardline.checkpoints.huggingface import load_tensors
 from shardline.checkpoints.native import Checkpoint, ModelFolder, find_checkpoints, load_state, save_checkpoint
 from shardline.checkpoints.peers import Peers
 from shardline.checkpoints.sharded import StoredState
-from shardline.config import OffloadConfig, ParallelConfig, RunConfig
+from shardline.config import RunConfig
 from shardline.models.config import DecoderConfig
 from shardline.parallel.world import World
 from shardline.text.dataset import prepare_dataset
 from shardline.text.tokenizer import byte_tokenizer
 from shardline.training.trainer import Trainer
+from training.conftest import At
 from training.jobs import small_model
 
 STEPS_EACH = 2
-
-
-class At(NamedTuple):
-    """A layout; micro-batches are what makes four of them a step, so that every schedule has some to order."""
-
-    data: int = 1
-    tensor: int = 1
-    pipeline: int = 1
-    zero: int = 0
-    sequence_parallel: bool = False
-    schedule: str = "1f1b"
-    disk: bool = False
-
-    @property
-    def num_processes(self) -> int:
-        return self.data * self.tensor * self.pipeline
-
-    def of(self, config: RunConfig) -> RunConfig:
-        parallel = ParallelConfig(
-            data=self.data,
-            tensor=self.tensor,
-            pipeline=self.pipeline,
-            zero=self.zero,  # type: ignore[arg-type]
-            sequence_parallel=self.sequence_parallel,
-            schedule=self.schedule,  # type: ignore[arg-type]
-            offload=OffloadConfig(optimizer="disk" if self.disk else "none"),
-        )
-        train = dataclasses.replace(config.train, micro_batch=4 // self.data)
-        return dataclasses.replace(config, parallel=parallel, train=train)
 
 
 # Neighbours are the pairs that are gone through: 14 of them, in a ring without an end.

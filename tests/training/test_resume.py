@@ -24,7 +24,7 @@ from shardline.models.attention import DenseAttention
 from shardline.text.tokenizer import Tokenizer
 from shardline.training.run import train
 from shardline.training.run_directory import read_metrics
-from training.conftest import with_layout
+from training.conftest import At, with_layout
 
 
 def run_job(world, config: RunConfig, cache: Path, resume: bool, steps: int) -> dict:
@@ -107,31 +107,22 @@ def test_every_checkpoint_holds_a_folder_that_transformers_opens(whole_run):
     assert Tokenizer.load(result["model"]).eos_token_ids == ours.config.eos_token_ids
 
 
-# (processes and ZeRO stage before, after): the same layout must continue bit for bit, another one to rounding.
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        ((1, 0), (1, 0)),
-        ((2, 0), (2, 0)),
-        ((2, 1), (2, 1)),
-        ((2, 2), (2, 2)),
-        ((4, 3), (4, 3)),
-        ((4, 3), (1, 0)),
-        ((1, 0), (2, 3)),
-        ((2, 1), (4, 2)),
-        ((4, 2), (2, 1)),
-        ((2, 0), (4, 1)),
-    ],
-)
+# The same layout must continue bit for bit, another one to rounding (test_reshard.py goes through many of those).
+SAME = [At(), At(data=2), At(data=2, zero=1), At(data=2, zero=2), At(data=4, zero=3), At(tensor=2, pipeline=2)]
+OTHER = [(At(data=4, zero=3), At()), (At(tensor=2, pipeline=2), At(data=2, tensor=2, zero=1))]
+
+
+@pytest.mark.parametrize(("before", "after"), [*((at, at) for at in SAME), *OTHER])
 def test_a_stopped_run_continues_as_if_nothing_had_happened(before, after, workers, run_config, cache, whole_run):
     name = f"{before}-{after}"
-    workers.run(before[0], run_job, run_config(name, zero=before[1]), cache, False, 3)
-    workers.run(after[0], run_job, run_config(name, zero=after[1]), cache, True, 8)
-    continued, whole = losses_of(run_config(name).run), losses_of(whole_run[0].run)
+    first, second = (at.of(run_config(name)) for at in (before, after))
+    workers.run(before.num_processes, run_job, first, cache, False, 3)
+    workers.run(after.num_processes, run_job, second, cache, True, 8)
+    continued, whole = losses_of(first.run), losses_of(whole_run[0].run)
     np.testing.assert_allclose(continued, whole, rtol=1e-5)
     if before == after:
-        alone = run_config(f"alone-{before}", zero=before[1])
-        workers.run(before[0], run_job, alone, cache, False, 8)
+        alone = before.of(run_config(f"alone-{before}"))
+        workers.run(before.num_processes, run_job, alone, cache, False, 8)
         assert continued == losses_of(alone.run), "the same layout must give the same bits"
 
 
