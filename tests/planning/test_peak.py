@@ -79,7 +79,7 @@ def test_the_peak_of_a_pass(name: str, arithmetic: Arithmetic) -> None:
 @pytest.mark.parametrize("kind", ["selective", "full"])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2", "bloom", "mixtral"])
 def test_the_peak_of_a_pass_that_recomputes(name: str, kind: Recompute) -> None:
-    """What is kept, to the percent; the peak, in backward, within 15 %: what a layer made again frees as it goes varies."""
+    """What is kept, to the percent; the peak, in backward, within 15 %: what a layer made again frees varies."""
     model = _wide(name)
     decoder = Decoder(model)
     decoder.initialize(seed=0)
