@@ -54,7 +54,7 @@ def balance(costs: Sequence[float], *, first: float, last: float, num_stages: in
     """Returns the layers of each stage, so that the dearest stage is as cheap as can be.
 
     first, last   what the first and the last stage pay beside their layers: embedding and head
-    Every stage gets a layer, except that the last may be the head alone when it is that dear.
+    Every stage gets a layer.
     """
     num_layers = len(costs)
     sums = [0.0]

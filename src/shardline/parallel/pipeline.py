@@ -80,6 +80,7 @@ class _WeightGradients:
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
     def _product(self, name: str) -> Callable[[Tensor, Tensor], Tensor]:
+        @torch.compiler.disable  # what backward leaves behind here is no tensor of a graph
         def multiply(x: Tensor, weight: Tensor) -> Tensor:
             if torch.is_autocast_enabled(x.device.type):
                 dtype = torch.get_autocast_dtype(x.device.type)
@@ -138,9 +139,25 @@ class Pipeline:
         assert backward is not None
         self.groups = {"F": mesh["pipeline"].get_group(), "B": backward}
         self.shape, self.dtype, self.device = shape, dtype, device
+        self._open_links()
         self.deferred: dict[int, _WeightGradients] = {}
         if schedule.split_backward:
             self.deferred = {stage: _WeightGradients(modules[str(stage)]) for stage in schedule.stages_of(self.rank)}
+
+    def _open_links(self) -> None:
+        """Sends something over every link once, one after the other.
+
+        NCCL makes a pair's connection at its first message and waits for the other side: in the middle of a schedule,
+        where a rank awaits one message ahead, that other side may be waiting too.
+        """
+        stages = self.schedule.rank_of_stage
+        nothing = torch.zeros(1, device=self.device)
+        for source, target in sorted({(a, b) for a, b in zip(stages, stages[1:], strict=False) if a != b}):
+            for group, sender, receiver in ((self.groups["F"], source, target), (self.groups["B"], target, source)):
+                if self.rank == sender:
+                    dist.send(nothing, self.global_ranks[receiver], group=group)
+                if self.rank == receiver:
+                    dist.recv(nothing, self.global_ranks[sender], group=group)
 
     def step(
         self,
