@@ -25,6 +25,7 @@ from shardline.models.decoder import Decoder
 from shardline.parallel.grid import make_groups
 from shardline.parallel.schedules import Action, Schedule
 from shardline.parallel.tensor import RowParallelLinear
+import itertools
 
 __all__ = ["Pipeline", "cut"]
 
@@ -152,7 +153,7 @@ class Pipeline:
         """
         stages = self.schedule.rank_of_stage
         nothing = torch.zeros(1, device=self.device)
-        for source, target in sorted({(a, b) for a, b in zip(stages, stages[1:], strict=False) if a != b}):
+        for source, target in sorted({(a, b) for a, b in itertools.pairwise(stages) if a != b}):
             for group, sender, receiver in ((self.groups["F"], source, target), (self.groups["B"], target, source)):
                 if self.rank == sender:
                     dist.send(nothing, self.global_ranks[receiver], group=group)
