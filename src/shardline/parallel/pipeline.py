@@ -11,6 +11,7 @@ order a rank works; this file moves tensors and calls autograd.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -25,7 +26,6 @@ from shardline.models.decoder import Decoder
 from shardline.parallel.grid import make_groups
 from shardline.parallel.schedules import Action, Schedule
 from shardline.parallel.tensor import RowParallelLinear
-import itertools
 
 __all__ = ["Pipeline", "cut"]
 
