@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint format bench docs clean
+.PHONY: demo test lint format bench bench-train docs clean
 
 demo: $(READY)
 	$(BIN)/shardline demo
@@ -25,6 +25,10 @@ format: $(READY)
 # Predicted against measured memory of real runs; a few minutes.
 bench: $(READY)
 	$(BIN)/python bench/plan_memory.py
+
+# A training step against plain PyTorch loops in alternation; about eight minutes on two quiet cores.
+bench-train: $(READY)
+	$(BIN)/python bench/train.py --table docs/benchmarks.md
 
 # The generated pages of docs/: the config's keys, the verbs' help, and the table of families (from its tests, a minute).
 docs: $(READY)

@@ -24,7 +24,7 @@ import statistics
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ import numpy as np
 MIB = 1 << 20
 SIZES = {  # layers, hidden, heads, kv heads, ffn, vocabulary, sequence, global batch
     "issue": (12, 384, 6, 2, 1024, 4096, 512, 8),
+    "short": (4, 384, 6, 2, 1024, 4096, 512, 8),  # a third of the layers, for a machine that others use too
     "tiny": (4, 64, 4, 2, 128, 256, 32, 8),
 }
 
@@ -46,10 +47,11 @@ class Case:
     ours: dict[str, Any] = field(default_factory=dict)
     micro_batches: int = 1
     extra: bool = False  # only when asked for by name
+    cores: int = 2
 
     @property
     def threads(self) -> int:
-        return max(1, 2 // self.processes)
+        return max(1, self.cores // self.processes)
 
 
 _PIPELINE = {"parallel.pipeline": 2}
@@ -143,9 +145,9 @@ class Side:
                 rank.kill()
 
 
-def compare(name: str, *, size: str, rounds: int, log: Any) -> dict[str, Any]:
+def compare(name: str, *, size: str, rounds: int, cores: int, log: Any) -> dict[str, Any]:
     """Runs one case and returns its figures."""
-    case = CASES[name]
+    case = replace(CASES[name], cores=cores)
     sides = {side: Side(case, name=side, size=size, log=log) for side in ("rival", "ours")}
     try:
         for side in sides.values():
@@ -373,6 +375,14 @@ def main() -> None:
     parser.add_argument("--case", action="append", choices=CASES, help="one case; may be given more than once")
     parser.add_argument("--rounds", type=int, help="steps of each side that are compared (default 3; --quick: 1)")
     parser.add_argument("--quick", action="store_true", help="a tiny model and four cases")
+    parser.add_argument("--size", choices=SIZES, default="issue", help="the model and its batch (default: issue)")
+    parser.add_argument(
+        "--cores",
+        type=int,
+        default=2,
+        help="processes x threads of each side (default 2); 1 where others use the machine: CPU-seconds of two threads "
+        "then hold what they spend waiting for each other",
+    )
     parser.add_argument("--list", action="store_true", help="print the cases")
     parser.add_argument("--json", help="file for the figures")
     parser.add_argument("--table", help="Markdown file whose part between the benchmark's two marks is replaced")
@@ -385,6 +395,8 @@ def main() -> None:
     if args.list:
         print("\n".join(CASES))
         return
+    if args.quick:
+        args.size = "tiny"
     quick = ["eager", "fsdp2", "dtensor_sequence", "pipelining"]
     names = args.case or (quick if args.quick else [name for name, case in CASES.items() if not case.extra])
     results = []
@@ -394,7 +406,8 @@ def main() -> None:
             results.append(
                 compare(
                     name,
-                    size="tiny" if args.quick else "issue",
+                    size=args.size,
+                    cores=args.cores,
                     rounds=args.rounds or (1 if args.quick else 3),
                     log=log,
                 )
@@ -405,7 +418,8 @@ def main() -> None:
     import torch
 
     loads = ", ".join(f"{load:.1f}" for load in os.getloadavg())
-    head = f"{datetime.date.today()}, {machine()}, torch {torch.__version__}, load average {loads}."
+    what = f"size {args.size}: layers, hidden, heads, kv heads, ffn, vocabulary, sequence, batch = {SIZES[args.size]}"
+    head = f"{what}; {datetime.date.today()}, {machine()}, torch {torch.__version__}, load average {loads}."
     text = f"{head}\n\n{table(results)}"
     print(text)
     if args.table:
