@@ -128,27 +128,25 @@ def test_a_part_that_no_rank_holds_is_no_checkpoint_of_zeros(workers, base_confi
     assert not list(tmp_path.iterdir())
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class HeldUp(ModelFolder):
-    """A folder on a disk that takes nothing until `released`."""
+class HeldUp(Saver):
+    """Writes to a disk that takes nothing, not the first byte, until `released`."""
 
-    released: threading.Event
+    released = threading.Event()
 
-    def write(self, *args: Any) -> list[Path]:
+    def _write(self, *args: Any, **options: Any) -> None:
         assert self.released.wait(60)
-        return super().write(*args)
+        super()._write(*args, **options)
 
 
 def save_behind(world: World, config: RunConfig, cache: Path, folder: Path) -> dict[str, Any]:
     trainer = make_trainer(world, config, cache)
     said: list[str] = []
-    saver = Saver(folder, world=world, asynchronous=True, published=lambda checkpoint: None, say=said.append)
+    saver = HeldUp(folder, world=world, asynchronous=True, published=lambda checkpoint: None, say=said.append)
+    saver.released = threading.Event()
     losses, buffers = [], []
 
-    def save(released: threading.Event) -> None:
-        state = trainer.state()
-        model = HeldUp(config=MODEL.config, released=released)
-        saver.save(step=trainer.step, state=state, model=model, facts={"layout": "?"})
+    def save() -> None:
+        saver.save(step=trainer.step, state=trainer.state(), model=MODEL, facts={"layout": "?"})
         buffers.append({name: buffer.data_ptr() for name, buffer in saver._staging._buffers.items()})
 
     def steps(count: int) -> None:
@@ -156,12 +154,11 @@ def save_behind(world: World, config: RunConfig, cache: Path, folder: Path) -> d
 
     steps(2)
     wanted = {name: shard.local.clone() for name, shard in trainer.state().items()}
-    released = threading.Event()
-    save(released)
+    save()
     steps(3)
     complete_meanwhile = [each.step for each in find_checkpoints(folder)]
-    released.set()
-    save(released)  # waits for the first
+    saver.released.set()
+    save()  # waits for the first
     complete_later = [each.step for each in find_checkpoints(folder)]
     steps(1)
     saver.wait()
