@@ -6,6 +6,8 @@ states, head and loss lie in one forward pass, which sharded data parallelism ne
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -13,7 +15,7 @@ from torch.nn import LinearCrossEntropyOptions
 from torch.utils.checkpoint import checkpoint
 
 from shardline.models.attention import DenseAttention
-from shardline.models.decoder import Decoder
+from shardline.models.decoder import Decoder, DecoderLayer
 from shardline.models.feedforward import BalanceLoss
 from shardline.parallel.tensor import TensorParallel
 
@@ -51,13 +53,14 @@ class LanguageModelLoss(nn.Module):
         self,
         tokens_BT: Tensor,
         targets_BT: Tensor,
-        documents_BT: Tensor,
+        documents_BT: Tensor | None,
         positions_BT: Tensor,
         scale: float | None = None,
         x_BTD: Tensor | None = None,
     ) -> Tensor:
         """Returns the fp32 scalar sum of -log p(target) over targets that are not `IGNORED`.
 
+        Without `documents_BT` each row is one document, all of it real, and attention is plainly causal.
         A stage that is not the first takes `x_BTD` from the one before; one that is not the last returns it.
 
         With `scale`, what the caller multiplies the sum by, the gradients of mixtures of experts get their
@@ -68,11 +71,14 @@ class LanguageModelLoss(nn.Module):
             x_BTD = self.decoder.embed(tokens_BT, positions_BT=positions_BT)
             x_BTD = tensor.enter(x_BTD) if tensor else x_BTD
         assert x_BTD is not None
+        specs = [cast(DecoderLayer, layer).self_attn.spec for layer in self.decoder.model.layers]
+        attention = DenseAttention(documents_BT)
+        attention.prepare(specs, length=targets_BT.shape[1], device=targets_BT.device)
         x_BTD = self.decoder.run_layers(
             x_BTD,
             positions_BT=positions_BT,
-            attention=DenseAttention(documents_BT),
-            lengths_BT=document_lengths(documents_BT) if config.rope.depends_on_length else None,
+            attention=attention,
+            lengths_BT=self._lengths(positions_BT, documents_BT) if config.rope.depends_on_length else None,
             balance=self._balance(targets_BT, documents_BT, scale) if config.num_experts and scale else None,
         )
         if not self._is_last:
@@ -94,12 +100,18 @@ class LanguageModelLoss(nn.Module):
             options=LinearCrossEntropyOptions(batch_chunk_size=_CHUNK_ROWS),
         )
 
-    def _balance(self, targets_BT: Tensor, documents_BT: Tensor, scale: float) -> BalanceLoss:
+    def _lengths(self, positions_BT: Tensor, documents_BT: Tensor | None) -> Tensor:
+        if documents_BT is None:
+            return torch.full_like(positions_BT, positions_BT.shape[1])
+        return document_lengths(documents_BT)
+
+    def _balance(self, targets_BT: Tensor, documents_BT: Tensor | None, scale: float) -> BalanceLoss:
         """Each row counts by its targets, and each routed layer alike, so that the total is a mean over tokens."""
         config = self.decoder.config
         num_routed = sum(config.routes(layer) for layer in range(config.num_layers))
         weight_B = (targets_BT != IGNORED).sum(1) * (config.router_loss_coefficient * scale / num_routed)
-        return BalanceLoss(real_BT=documents_BT >= 0, weight_B=weight_B)
+        real_BT = torch.ones_like(targets_BT, dtype=torch.bool) if documents_BT is None else documents_BT >= 0
+        return BalanceLoss(real_BT=real_BT, weight_B=weight_B)
 
     def _softcapped(self, x_RD: Tensor, targets_R: Tensor) -> Tensor:
         """Logits with a cap are no plain linear map; each chunk's are made again for its backward pass."""

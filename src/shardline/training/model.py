@@ -18,28 +18,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardline.config import RunConfig
 from shardline.models.config import DecoderConfig
 from shardline.models.decoder import Decoder
+from shardline.parallel.compiling import compile_layers
 from shardline.parallel.data import local_tensor
-from shardline.parallel.division import balance, check_tensor_parallel
+from shardline.parallel.division import balance
 from shardline.parallel.grid import Layout, make_groups
 from shardline.parallel.pipeline import cut
 from shardline.parallel.recompute import recompute
 from shardline.parallel.shards import Shard
 from shardline.parallel.tensor import Placement, TensorParallel, make_kv_group
 from shardline.planning.flops import layer_costs
+from shardline.planning.layouts import check_layout
 from shardline.training.loss import LanguageModelLoss
 
-__all__ = ["ParallelModel", "check_layout"]
+__all__ = ["ParallelModel"]
 
 _EMBEDDING = "model.embed_tokens.weight"
-
-
-def check_layout(config: RunConfig, architecture: DecoderConfig, layout: Layout) -> None:
-    """Raises `InfeasibleError` with the equation that fails where a layout does not suit the model."""
-    if layout.tensor > 1:
-        sequence_length = config.data.sequence_length if layout.sequence_parallel else None
-        check_tensor_parallel(architecture, size=layout.tensor, sequence_length=sequence_length)
-    layout.check_depth(architecture.num_layers)
-    layout.accumulation(config.train)
 
 
 class _Stages(nn.Module):
@@ -84,8 +77,7 @@ class ParallelModel:
             )
             recompute(decoder.model.layers, config.parallel.activation_checkpointing)
             if config.train.compile:
-                for layer in decoder.model.layers:
-                    layer.compile()
+                compile_layers(decoder.model.layers, whole=not schedule.split_backward)
             self._decoders[stage] = decoder
             self._tensors.append(tensor)
             losses[stage] = LanguageModelLoss(decoder, tensor=tensor, is_first=is_first, is_last=is_last)

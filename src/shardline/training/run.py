@@ -189,7 +189,7 @@ class _Loop:
                     self._saver.wait()  # raises why, on every rank
                 stopped = next(number.name for number, came in zip(SIGNALS, signals, strict=True) if came)
                 break
-            step_s = time.perf_counter() - started
+            step_s = time.perf_counter() - started - result.compile_s
             last = trainer.step == config.train.steps
             if last or _due(trainer.step, config.train.eval_every):
                 heldout = self._evaluate()
@@ -291,6 +291,7 @@ class _Loop:
             "heldout_loss": heldout,
             "loss_scale": result.loss_scale,
             "num_skipped": result.num_skipped,
+            "compile_s": result.compile_s,
         }
 
     def _peak_memory_gib(self) -> float:

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardline.config import RunConfig, ShardlineError
 from shardline.models.config import DecoderConfig
+from shardline.parallel.compiling import compile_clock
 from shardline.parallel.data import clip_gradients, gradient_norm, parallelize
 from shardline.parallel.grid import Layout
 from shardline.parallel.pipeline import Pipeline
@@ -37,8 +38,8 @@ from shardline.training.scaler import LossScaler
 
 __all__ = ["StepDeclined", "StepResult", "Trainer"]
 
-_Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
-"""Of a micro-batch: tokens, targets, documents, positions; each [B, T]."""
+_Inputs = tuple[Tensor, Tensor, Tensor | None, Tensor]
+"""Of a micro-batch: tokens, targets, documents, positions; each [B, T]. No documents: each row is one, all real."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +51,7 @@ class StepResult:
     grad_norm   global gradient norm before clipping; None: fp16 gradients overflowed and the step was left out
     loss_scale  fp16's, of this step's backward pass; None in other precisions
     num_skipped steps left out so far
+    compile_s   seconds of this step in which torch.compile worked, the mean over ranks
     """
 
     step: int
@@ -60,6 +62,7 @@ class StepResult:
     data_wait_s: float
     loss_scale: float | None = None
     num_skipped: int = 0
+    compile_s: float = 0.0
 
 
 class StepDeclined(Exception):  # noqa: N818 - not an error: ranks agreed to stop here
@@ -119,6 +122,7 @@ class Trainer:
             folder=Path(config.run) / "offload" / f"rank-{world.rank}",
         )
         self._scaler = LossScaler() if config.train.precision == "fp16" else None
+        self._compile_clock = compile_clock() if config.train.compile else None
 
     def train_step(self, *, votes: Sequence[int] = ()) -> StepResult:
         """Runs one optimizer step; raises `ShardlineError`, before weights change, if loss or gradient isn't finite.
@@ -127,6 +131,8 @@ class Trainer:
                any rank has one, every rank raises `StepDeclined` before it computes anything.
         """
         config, started = self._config, time.perf_counter()
+        if self._compile_clock is not None:
+            self._compile_clock.take_s()  # what an evaluation compiled is no part of the step
         micro_batches = list(self._micro_batches())
         count = sum(int((m.targets_BT != IGNORED).sum()) for m in micro_batches) * self._counts_here
         num_tokens, *tally = self._world.sum(torch.tensor([count, *votes], dtype=torch.float64)).tolist()
@@ -143,7 +149,10 @@ class Trainer:
         self._world.heartbeat.mark("gradients")
         self._ranks.finish_gradients()
         self.model.finish_gradients()
-        loss = (self._world.sum(loss_sum * self._loss_counts_here) / num_tokens).item()
+        compiled_s = self._compile_clock.take_s() if self._compile_clock is not None else 0.0
+        sums = torch.stack((loss_sum * self._loss_counts_here, torch.tensor([compiled_s])))
+        loss_total, compiled_s = self._world.sum(sums).flatten().tolist()
+        loss = loss_total / num_tokens
         if self._scaler is not None:
             self._scaler.unscale(self.model.parameters())
         shares = self.model.norm_shares(num_copies=self._ranks.num_copies)
@@ -167,6 +176,7 @@ class Trainer:
             data_wait_s=data_wait_s,
             loss_scale=loss_scale,
             num_skipped=self._scaler.skipped_steps if self._scaler is not None else 0,
+            compile_s=compiled_s / self._world.size,
         )
 
     @torch.no_grad()
@@ -268,9 +278,10 @@ class Trainer:
             yield batch
 
     def _to_device(self, batch: Batch) -> _Inputs:
+        """Rows of one document each are told apart here, where a look at the values makes no device wait."""
         arrays = (batch.tokens_BT, batch.targets_BT, batch.documents_BT, batch.positions_BT)
         tokens, targets, documents, positions = (torch.from_numpy(array).to(self._world.device) for array in arrays)
-        return tokens, targets, documents, positions
+        return tokens, targets, documents if batch.documents_BT.any() else None, positions
 
     def _require_finite(self, loss: float, grad_norm: float) -> None:
         if math.isfinite(loss) and math.isfinite(grad_norm):
