@@ -5,7 +5,8 @@ MALLOC_MMAP_THRESHOLD_=1048576 the measured peaks are those of the other parts a
 allocator's. Only blocks up to 32 MiB are kept (glibc's DEFAULT_MMAP_THRESHOLD_MAX); larger ones go back at once.
 Calibrated on this engine's runs: a share of the activations; under FSDP2 a multiple of the parameters, which it
 allocates and frees four times in a step (gathered, gather buffer, gradients, reduce buffer); without FSDP2, another
-one where gradients outlive a micro-batch and lie amid the activations of the next.
+one where gradients outlive a micro-batch and lie amid the activations of the next. Recomputation does not lessen it:
+each layer's tensors still pass between blocks that stay, and the holes that they leave are split.
 """
 
 from __future__ import annotations

@@ -41,14 +41,15 @@ class LayerMemory(NamedTuple):
     waiting      from B to W, where backward is split
     in_forward   by how much forward exceeds `kept`
     in_backward  by how much backward exceeds what was kept, its recomputation included
-    wide         of `kept`, in tensors larger than `block_bytes`
+    heap         what passes through malloc's heap on the way from forward to backward: all that is kept, were nothing
+                 computed again, in blocks of at most `block_bytes`
     """
 
     kept: int
     waiting: int
     in_forward: int
     in_backward: int
-    wide: int
+    heap: int
 
 
 @lru_cache(maxsize=8192)
@@ -92,8 +93,9 @@ def _one(
     wide = sum(total for block, total in wide_tensors(part, layer=layer, **shape) if block > block_bytes)
     if tokens * part.hidden_size * element_bytes(arithmetic) > block_bytes:
         wide = everything
+    heap = everything - wide
     if recompute == "none":
-        return LayerMemory(everything, waiting, in_forward, in_backward, wide)
+        return LayerMemory(everything, waiting, in_forward, in_backward, heap)
     mask = shape["rows"] * shape["sequence_length"] ** 2  # booleans, one for all layers with the same window
     stream = tokens // sequence_ranks * part.hidden_size * stream_bytes(arithmetic)
     kept = stream + mask // part.num_layers
@@ -102,9 +104,7 @@ def _one(
         products = linear_output_bytes(part, **linear) + _attention_output(part, tokens, shape)
         kept += products
         again -= products  # each is taken out as it is met again
-    return LayerMemory(
-        kept, waiting, max(in_forward, again - kept), max(in_forward, in_backward) + again, min(kept, wide)
-    )
+    return LayerMemory(kept, waiting, max(in_forward, again - kept), max(in_forward, in_backward) + again, heap)
 
 
 def _attention_output(part: DecoderConfig, tokens: int, shape: dict[str, Any]) -> int:

@@ -61,7 +61,7 @@ class StageMemory:
     waiting: int
     in_forward: int
     in_backward: int
-    wide: int
+    heap: int
     is_last: bool
 
 
@@ -108,7 +108,7 @@ class ActivationSizes:
                     waiting=sum(layer.waiting for layer in here),
                     in_forward=here[-1].in_forward if here else 0,
                     in_backward=max((layer.in_backward for layer in here), default=0),
-                    wide=sum(layer.wide for layer in here),
+                    heap=sum(layer.heap for layer in here),
                     is_last=is_last,
                 )
             )
@@ -272,7 +272,7 @@ class RankSizes:
         else:
             gradients = state.full if state.buckets or moment.accumulated else 0
             weights, gradients, communication = state.full, gradients + head, 0
-        wide = sum(alive * each.wide for each, alive in zip(self.passes.stages, moment.alive, strict=True))
+        heap = sum(alive * each.heap for each, alive in zip(self.passes.stages, moment.alive, strict=True))
         return Parts(
             phase=phase,
             weights=weights,
@@ -282,7 +282,7 @@ class RankSizes:
             logits=logits,
             communication=communication + self.passes.message,
             checkpoint=state.copy + state.written if state.copy else 0,
-            allocator=self._allocator(kept - wide, accumulated=moment.accumulated),
+            allocator=self._allocator(heap, accumulated=moment.accumulated),
         )
 
     def _sharded_pass(self, phase: Phase, moment: Moment, head: int) -> tuple[int, int, int]:
@@ -317,7 +317,7 @@ class RankSizes:
                 late = state.embedding if state.ties_here or state.buckets else 0  # before it is added or copied
                 gradients = state.full + late + (state.head if state.ties_here and state.buckets else 0)
                 communication += state.full if state.reduces_copies else 0
-        kept = max((stage.kept - stage.wide for stage in self.passes.stages), default=0)
+        heap = sum(stage.heap for stage in self.passes.stages)
         accumulated = any(moment.accumulated for moment in self.passes.moments)
         return Parts(
             phase=phase,
@@ -328,7 +328,7 @@ class RankSizes:
             logits=0,
             communication=communication,
             checkpoint=checkpoint,
-            allocator=0 if phase == "build" else self._allocator(kept, accumulated=accumulated),
+            allocator=0 if phase == "build" else self._allocator(heap, accumulated=accumulated),
         )
 
     def _allocator(self, activations: int, *, accumulated: bool) -> int:
