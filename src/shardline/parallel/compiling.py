@@ -21,6 +21,8 @@ import torch._dynamo
 from torch import nn
 from torch._dynamo.callback import CallbackArgs, callback_handler
 
+from shardline.models.feedforward import Experts
+
 __all__ = ["CompileClock", "compile_clock", "compile_layers"]
 
 BACKEND = "inductor"
@@ -33,11 +35,16 @@ _MOST_VERSIONS = 64
 def compile_layers(layers: Iterable[nn.Module], *, whole: bool = True) -> None:
     """Compiles each layer's forward pass; call it after `recompute` and before anything shards the layers.
 
-    whole   a layer becomes one graph, or it is an error
+    whole   a layer becomes one graph, or it is an error. Experts are left out in any case, and cut a layer in two: how
+            many tokens each of them gets differs from batch to batch, and with it the code would
     """
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _MOST_VERSIONS)
     torch._dynamo.config.fail_on_recompile_limit_hit = True  # rather than go on uncompiled and say nothing
-    compiled = torch.compile(_call, backend=BACKEND, fullgraph=whole, dynamic=False)
+    layers = list(layers)
+    experts = [module for layer in layers for module in layer.modules() if isinstance(module, Experts)]
+    for module in experts:
+        module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign]
+    compiled = torch.compile(_call, backend=BACKEND, fullgraph=whole and not experts, dynamic=False)
     for layer in layers:
         layer.forward = functools.partial(compiled, layer.forward)  # type: ignore[method-assign]
 
