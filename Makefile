@@ -30,10 +30,12 @@ bench: $(READY)
 bench-train: $(READY)
 	$(BIN)/python bench/train.py --table docs/benchmarks.md
 
-# The generated pages of docs/: the config's keys, the verbs' help, and the table of families (from its tests, a minute).
+# The generated pages of docs/: the config's keys, the verbs' help, the table of families (from its tests, a minute) and that
+# of layouts (from the parity gate, five minutes).
 docs: $(READY)
 	$(BIN)/python docs/generate.py
 	$(BIN)/python docs/models_table.py
+	$(BIN)/python docs/parity_table.py
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -17,6 +17,7 @@ from shardline.parallel.offload import DeviceMemory
 from shardline.training.groups import assign_roles
 from shardline.training.kinds import initial_state, make_library_optimizer, require_library
 from training.conftest import with_layout
+from training.figures import apart, layout_name
 from training.jobs import losses, small_model, state_dtypes, state_geometry, straight_and_resumed
 
 HAS_TORCHAO = importlib.util.find_spec("torchao") is not None
@@ -43,9 +44,13 @@ def test_it_learns(name, expected):
 
 @pytest.mark.parametrize("name", sorted(RATES))
 @pytest.mark.parametrize(("processes", "zero"), LAYOUTS)
-def test_losses_equal_one_process(name, processes, zero, expected, workers, base_config, cache):
+def test_losses_equal_one_process(name, processes, zero, expected, workers, base_config, cache, record_property):
     config = optimizing(with_layout(base_config, zero=zero, micro_batch=4, steps=8), name=name, lr=RATES[name])
     actual = workers.run(processes, losses, config, cache, True)
+    where = layout_name(config.parallel, processes)
+    record_property(
+        "optimizer", {"name": name, "layout": where, "loss": apart(actual, expected[name], "loss", "heldout")}
+    )
     for key in ("loss", "heldout"):
         np.testing.assert_allclose(actual[key], expected[name][key], rtol=1e-5, err_msg=key)
 
@@ -63,10 +68,16 @@ PARALLEL = [  # (processes, what `parallel` says)
 
 @pytest.mark.parametrize("name", sorted(RATES))
 @pytest.mark.parametrize(("processes", "layout"), PARALLEL, ids=str)
-def test_losses_equal_one_process_over_other_axes(name, processes, layout, expected, workers, base_config, cache):
+def test_losses_equal_one_process_over_other_axes(
+    name, processes, layout, expected, workers, base_config, cache, record_property
+):
     config = optimizing(with_layout(base_config, zero=0, micro_batch=4, steps=8), name=name, lr=RATES[name])
     config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, **layout))
     actual = workers.run(processes, losses, config, cache, True)
+    where = layout_name(config.parallel, processes)
+    record_property(
+        "optimizer", {"name": name, "layout": where, "loss": apart(actual, expected[name], "loss", "heldout")}
+    )
     for key in ("loss", "heldout"):
         np.testing.assert_allclose(actual[key], expected[name][key], rtol=1e-5, err_msg=key)
 

@@ -16,6 +16,7 @@ from shardline.training.kinds import make_library_optimizer
 from shardline.training.rounding import StochasticRounding, global_index
 from shardline.training.scaler import LossScaler
 from training.conftest import with_layout
+from training.figures import apart, layout_name
 from training.jobs import losses, overflowing_steps, scaled_losses, state_dtypes, straight_and_resumed
 
 
@@ -30,6 +31,12 @@ def precise(config, precision, **optimizer):
 @pytest.fixture(scope="module")
 def fp32(workers, base_config, cache):
     return workers.run(1, losses, with_layout(base_config, zero=0, micro_batch=8, steps=12), cache, True)
+
+
+def record(record_property, config, processes, actual, fp32):
+    """What docs/parity_table.py makes its table of."""
+    figures = {"name": config.train.precision, "layout": layout_name(config.parallel, processes)}
+    record_property("precision", {**figures, "loss": apart(actual, fp32, "loss")})
 
 
 def rounded(value: Tensor, *, name: str = "w", step: int = 0, seed: int = 0, index: Tensor | int = 0) -> Tensor:
@@ -119,9 +126,12 @@ def test_without_stochastic_rounding_small_updates_are_lost(rounding, moves):
 
 
 @pytest.mark.parametrize(("processes", "zero"), [(1, 0), (2, 0), (2, 1), (2, 2), (2, 3)])
-def test_pure_bf16_learns_as_fp32_does_and_holds_nothing_larger(processes, zero, fp32, workers, base_config, cache):
+def test_pure_bf16_learns_as_fp32_does_and_holds_nothing_larger(
+    processes, zero, fp32, workers, base_config, cache, record_property
+):
     config = precise(with_layout(base_config, zero=zero, micro_batch=8, steps=12), "bf16_pure")
     actual = workers.run(processes, losses, config, cache, True)
+    record(record_property, config, processes, actual, fp32)
     np.testing.assert_allclose(actual["loss"], fp32["loss"], rtol=1e-2)
     assert actual["loss"][-1] < actual["loss"][0] - 0.2
     dtypes = workers.run(processes, state_dtypes, config, cache)
@@ -130,12 +140,13 @@ def test_pure_bf16_learns_as_fp32_does_and_holds_nothing_larger(processes, zero,
 
 @pytest.mark.parametrize("precision", ["bf16_pure", "fp16", "bf16"])
 @pytest.mark.parametrize("layout", [{"tensor": 2}, {"pipeline": 2}, {"tensor": 2, "zero": 3}], ids=str)
-def test_half_precision_over_other_axes(layout, precision, fp32, workers, base_config, cache):
+def test_half_precision_over_other_axes(layout, precision, fp32, workers, base_config, cache, record_property):
     config = precise(with_layout(base_config, zero=0, micro_batch=4, steps=12), precision)
     config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, **layout))
     processes = 4 if "zero" in layout else 2
     job, *words = (scaled_losses, 2.0**12) if precision == "fp16" else (losses, True)
     actual = workers.run(processes, job, config, cache, *words)
+    record(record_property, config, processes, actual, fp32)
     np.testing.assert_allclose(actual["loss"], fp32["loss"], rtol=1e-2)
     assert actual["loss"] != fp32["loss"]
 
@@ -156,9 +167,10 @@ def test_a_resumed_run_continues_bit_for_bit(precision, workers, base_config, ca
 
 
 @pytest.mark.parametrize(("processes", "zero"), [(1, 0), (2, 1), (2, 3)])
-def test_fp16_stays_near_fp32(processes, zero, fp32, workers, base_config, cache):
+def test_fp16_stays_near_fp32(processes, zero, fp32, workers, base_config, cache, record_property):
     config = precise(with_layout(base_config, zero=zero, micro_batch=8, steps=12), "fp16")
     actual = workers.run(processes, scaled_losses, config, cache, 2.0**12)
+    record(record_property, config, processes, actual, fp32)
     assert actual["num_skipped"] == 0
     np.testing.assert_allclose(actual["loss"], fp32["loss"], rtol=5e-3)
     assert actual["loss"] != fp32["loss"], "fp16 was not used"
