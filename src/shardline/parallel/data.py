@@ -213,6 +213,7 @@ class _Sharded:
             fully_shard(layer, reshard_after_forward=not keep_parameters, **options)
         fully_shard(model, reshard_after_forward=not keep_parameters, **options)
         self.module = model
+        self._gathering = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self.num_ranks = mesh.size()
         self.num_copies = mesh.size(0) if mesh.ndim == 2 else 1
         self._keep_parameters = keep_parameters
@@ -228,17 +229,21 @@ class _Sharded:
             assert isinstance(self.module, FSDPModule)
             self.module.set_reshard_after_backward(last)
 
-    def finish_gradients(self) -> None: ...
+    def finish_gradients(self) -> None:
+        if self._keep_parameters:
+            self._reshard()
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
         try:
             yield
         finally:
-            # Without a backward nothing reshards what forward gathered, and a save would see whole parameters.
-            for module in self.module.modules():
-                if isinstance(module, FSDPModule):
-                    module.reshard()
+            self._reshard()
+
+    def _reshard(self) -> None:
+        """Drops what forward gathered and no backward pass has dropped, or a save would see whole parameters."""
+        for module in self._gathering:
+            module.reshard()
 
 
 def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:

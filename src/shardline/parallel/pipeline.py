@@ -256,7 +256,8 @@ class _Step:
         x, out = self._inputs.pop((stage, micro_batch)), self._outputs.pop((stage, micro_batch))
         self._backward_left -= 1
         self._prepare(last=self._backward_left == 0)
-        torch.autograd.backward(out, None if slope is None else slope.to(out.dtype))
+        if out.requires_grad:  # a first stage whose weights are all frozen has no backward pass
+            torch.autograd.backward(out, None if slope is None else slope.to(out.dtype))
         if self._schedule.split_backward:
             self._products[stage, micro_batch] = self._pipeline.deferred[stage].take()
         if x is not None:

@@ -18,7 +18,7 @@ from typing import Literal, Protocol
 import torch
 from torch import nn
 
-from shardline.config import InfeasibleError, OptimizerConfig, UsageError
+from shardline.config import OptimizerConfig, UsageError
 from shardline.models.config import DecoderConfig
 from shardline.models.decoder import Decoder
 
@@ -50,6 +50,11 @@ def assign_roles(config: OptimizerConfig, model: DecoderConfig) -> dict[str, Rol
 
     Raises `UsageError` for a pattern that is the first match of no parameter.
     """
+    if config.name == "muon" and config.muon_lr and not config.lr:
+        raise UsageError(
+            f"optimizer.muon_lr = {config.muon_lr} follows the schedule of optimizer.lr, which is 0; set optimizer.lr "
+            "above 0, and scale the rest down with optimizer.groups."
+        )
     with torch.device("meta"):
         decoder = Decoder(model)
     outer = {id(module.weight) for module in decoder.modules() if isinstance(module, nn.Embedding)}
@@ -62,7 +67,7 @@ def assign_roles(config: OptimizerConfig, model: DecoderConfig) -> dict[str, Rol
         if kind == "muon" and (parameter.ndim != 2 or id(parameter) in outer):
             kind = "adamw"
         lr_scale, decay, frozen = 1.0, config.weight_decay if parameter.ndim >= 2 else 0.0, False
-        if kind == "muon" and config.muon_lr is not None:
+        if kind == "muon" and config.muon_lr is not None and config.lr:
             lr_scale = config.muon_lr / config.lr
         group = next((group for group in config.groups if fnmatch.fnmatchcase(name, group.pattern)), None)
         if group is not None:
@@ -79,16 +84,7 @@ def assign_roles(config: OptimizerConfig, model: DecoderConfig) -> dict[str, Rol
 
 
 def freeze(decoder: NamedParameters, roles: dict[str, Role]) -> None:
-    """Takes gradients away from the parameters that are frozen; call it before anything wraps the decoder.
-
-    Raises `InfeasibleError` where a pipeline stage has nothing left to train.
-    """
-    names = [name for name, _ in decoder.named_parameters()]
-    if names and all(roles[name].frozen for name in names):
-        raise InfeasibleError(
-            f"optimizer.groups freezes every parameter of a pipeline stage ({names[0]} to {names[-1]}), and a stage "
-            "without gradients can't take part; lower parallel.pipeline, or freeze less."
-        )
+    """Takes gradients away from the parameters that are frozen; call it before anything wraps the decoder."""
     for name, parameter in decoder.named_parameters():
         if roles[name].frozen:
             parameter.requires_grad_(False)

@@ -56,7 +56,13 @@ def build_optimizer(
     groups = _groups(config, decoder, roles)
     offload = config.parallel.offload
     pure = config.train.precision == "bf16_pure"
-    if config.optimizer.name == "adamw" and offload.optimizer == "none" and not pure:
+    fused = config.optimizer.name == "adamw" and offload.optimizer == "none" and not pure
+    whole = not fused and (config.optimizer.name != "adamw" or config.parallel.zero == 1)
+    # It takes every rank of the run to make a group, also those whose stage is frozen.
+    group = _stage_group(mesh) if whole and mesh is not None else None
+    if not groups:
+        return torch.optim.AdamW([{"params": [], "lr_scale": 1.0}])
+    if fused:
         plain = [{key: value for key, value in group.items() if key not in ("names", "kind")} for group in groups]
         optimizer = config.optimizer
         return ranks.make_optimizer(
@@ -67,8 +73,7 @@ def build_optimizer(
     }
     placements = placements or {}
     source: Source = LocalSource(parameters, placements)
-    if config.optimizer.name != "adamw" or config.parallel.zero == 1:
-        group = None if mesh is None else _stage_group(mesh)
+    if whole:
         moments = {name: 2 if g["kind"] == "adamw" else 1 for g in groups for name in g["names"]}
         source = WholeSource(WholeParameters(parameters.items(), placements=placements, group=group, weights=moments))
     return BucketedOptimizer(
