@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
+from parity.jobs import gate_model
 from shardline.config import InfeasibleError, ParallelConfig, TrainConfig
+from shardline.parallel.division import check_tensor_parallel
 from shardline.parallel.grid import Layout
 from shardline.parallel.world import read_environment
 
@@ -19,7 +23,7 @@ def test_the_failing_equation_is_filled_in():
     with pytest.raises(InfeasibleError, match=r"= 4 x 1 x 1 = 4 processes, but 2 were started; start 4 \(--nproc 4\)"):
         Layout.resolve(ParallelConfig(data=4), world_size=2)
     with pytest.raises(InfeasibleError, match=r"parallel\.tensor x parallel\.pipeline = 1 x 2"):
-        Layout.resolve(ParallelConfig(pipeline=2), world_size=2)
+        Layout.resolve(ParallelConfig(pipeline=2), world_size=3)
 
 
 @pytest.mark.parametrize(("ranks", "batch", "micro", "expected"), [(1, 8, 2, 4), (2, 8, 2, 2), (4, 8, 2, 1)])
@@ -46,3 +50,14 @@ def test_a_batch_that_does_not_divide_names_one_that_does():
 )
 def test_who_am_i_from_torchrun_or_slurm(environment, expected):
     assert read_environment(environment) == expected
+
+
+def test_dense_layers_beside_experts_count_too():
+    model = gate_model(tied=True)
+    mixed = dataclasses.replace(
+        model, num_heads=8, num_experts=4, experts_per_token=2, expert_size=64, intermediate_size=5, dense_layers=(0,)
+    )
+    with pytest.raises(InfeasibleError, match=r"5 inner features in parts of 2 reach only 3 .*; set .*tensor to 2\."):
+        check_tensor_parallel(mixed, size=4)
+    check_tensor_parallel(mixed, size=2)
+    check_tensor_parallel(dataclasses.replace(mixed, dense_layers=()), size=4)

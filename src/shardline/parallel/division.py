@@ -21,22 +21,22 @@ def check_tensor_parallel(config: DecoderConfig, *, size: int, sequence_length: 
     sequence_length   given with sequence parallelism
     """
     if config.num_heads % size:
-        fits = [n for n in range(1, size + 1) if config.num_heads % n == 0 and _kv_fits(config, n)]
         raise InfeasibleError(
             f"The model's {config.num_heads} heads are not a multiple of parallel.tensor = {size}; set parallel.tensor "
-            f"to {fits[-1]}."
+            f"to {_largest(config, size)}."
         )
     if not _kv_fits(config, size):
-        fits = [n for n in range(1, size + 1) if config.num_heads % n == 0 and _kv_fits(config, n)]
         raise InfeasibleError(
             f"Of the model's kv heads = {config.num_kv_heads} and parallel.tensor = {size} neither is a multiple of "
-            f"the other, so kv heads can be neither dealt out nor shared; set parallel.tensor to {fits[-1]}."
+            f"the other, so kv heads can be neither dealt out nor shared; set parallel.tensor to "
+            f"{_largest(config, size)}."
         )
-    inner = config.expert_size if config.num_experts else config.intermediate_size
-    for name, extent in (("inner features", inner), ("words of the vocabulary", config.vocab_size)):
-        if math.ceil(extent / size) * (size - 1) >= extent:
+    for name, extent in _extents(config):
+        chunk = math.ceil(extent / size)
+        if not _reaches_all(extent, size):
             raise InfeasibleError(
-                f"The model's {extent} {name} cannot be dealt out to parallel.tensor = {size} ranks; lower it."
+                f"The model's {extent} {name} in parts of {chunk} reach only {math.ceil(extent / chunk)} of "
+                f"parallel.tensor = {size} ranks; set parallel.tensor to {_largest(config, size)}."
             )
     if sequence_length is not None and sequence_length % size:
         raise InfeasibleError(
@@ -46,8 +46,34 @@ def check_tensor_parallel(config: DecoderConfig, *, size: int, sequence_length: 
         )
 
 
+def _largest(config: DecoderConfig, size: int) -> int:
+    """The most tensor ranks below `size` that can share the model."""
+
+    def fits(count: int) -> bool:
+        extents = (extent for _, extent in _extents(config))
+        heads = config.num_heads % count == 0 and _kv_fits(config, count)
+        return heads and all(_reaches_all(extent, count) for extent in extents)
+
+    return next(count for count in range(size - 1, 0, -1) if fits(count))
+
+
 def _kv_fits(config: DecoderConfig, size: int) -> bool:
     return config.num_kv_heads % size == 0 or size % config.num_kv_heads == 0
+
+
+def _extents(config: DecoderConfig) -> list[tuple[str, int]]:
+    """What is dealt out in parts that need not be equal, but each rank needs one."""
+    routed = [config.routes(layer) for layer in range(config.num_layers)]
+    extents = [("words of the vocabulary", config.vocab_size)]
+    if any(routed):
+        extents.append(("inner features of an expert", config.expert_size))
+    if not all(routed):
+        extents.append(("inner features", config.intermediate_size))
+    return extents
+
+
+def _reaches_all(extent: int, size: int) -> bool:
+    return math.ceil(extent / size) * (size - 1) < extent
 
 
 def balance(costs: Sequence[float], *, first: float, last: float, num_stages: int) -> list[range]:
