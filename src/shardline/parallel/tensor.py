@@ -33,7 +33,7 @@ from shardline.models.decoder import Decoder, DecoderLayer
 from shardline.models.feedforward import Experts, FeedForward, MixtureOfExperts
 from shardline.parallel import collectives
 from shardline.parallel.grid import make_groups
-from shardline.parallel.vocabulary import vocabulary_parallel_cross_entropy
+from shardline.parallel.vocabulary import chunked_cross_entropy
 
 __all__ = ["Placement", "RowParallelLinear", "TensorParallel", "make_kv_group"]
 
@@ -120,7 +120,7 @@ class TensorParallel:
         """Returns the fp32 sum of -log p(target), with the head's words dealt out to the ranks."""
         decoder = self._decoder
         name = "model.embed_tokens.weight" if decoder.config.tie_word_embeddings else "lm_head.weight"
-        return vocabulary_parallel_cross_entropy(
+        return chunked_cross_entropy(
             x_RD,
             decoder.head_weight,
             targets_R,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from shardline.planning.activations import Arithmetic, outer_bytes, stream_bytes
 from shardline.planning.allocator import KEPT_BLOCK_BYTES, kept_by_allocator
 from shardline.planning.kept import layer_memory
-from shardline.planning.loss import loss_bytes, vocabulary_parallel_bytes
+from shardline.planning.loss import loss_bytes
 from shardline.planning.moments import Moment, moments
 from shardline.planning.parts import Held, hold_part, hold_whole, stage_layers, stages_of, tensor_part
 from shardline.planning.state import OptimizerState, optimizer_state
@@ -72,7 +72,6 @@ class ActivationSizes:
     stages: tuple[StageMemory, ...]
     stage_indices: tuple[int, ...]
     loss: int
-    loss_backward: int
     message: int  # of the residual stream, between pipeline stages or tensor ranks
     moments: tuple[Moment, ...]
 
@@ -112,15 +111,12 @@ class ActivationSizes:
                     is_last=is_last,
                 )
             )
-        loss, loss_backward = loss_bytes(model, **shape), 0
-        if layout.tensor > 1:
-            loss, loss_backward = vocabulary_parallel_bytes(part, **shape)
+        loss = loss_bytes(part, **shape, tensor_ranks=layout.tensor)
         message = rows * sequence_length // sequence_ranks * model.hidden_size * stream_bytes(arithmetic)
         return cls(
             stages=tuple(stages),
             stage_indices=indices,
             loss=loss,
-            loss_backward=loss_backward,
             message=message * ((3 if layout.pipeline > 1 else 0) + (layout.tensor > 1)),
             moments=moments(
                 layout.schedule,
@@ -266,7 +262,6 @@ class RankSizes:
             logits = self.passes.loss
         if phase == "backward":
             activations += stage.in_backward
-            logits = self.passes.loss_backward if stage.is_last else 0
         if state.sharded:
             weights, gradients, communication = self._sharded_pass(phase, moment, head)
         else:

@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn import LinearCrossEntropyOptions
-from torch.utils.checkpoint import checkpoint
 
 from shardline.models.attention import DenseAttention
 from shardline.models.decoder import Decoder, DecoderLayer
 from shardline.models.feedforward import BalanceLoss
 from shardline.parallel.tensor import TensorParallel
+from shardline.parallel.vocabulary import chunked_cross_entropy
 
 __all__ = ["IGNORED", "LanguageModelLoss", "document_lengths"]
 
@@ -88,16 +88,27 @@ class LanguageModelLoss(nn.Module):
             return tensor.cross_entropy(
                 tensor.leave(x_BTD).flatten(0, 1), targets_BT.flatten(), ignored=IGNORED, chunk_rows=_CHUNK_ROWS
             )
-        if config.final_softcap is not None:
-            return self._softcapped(x_BTD.flatten(0, 1), targets_BT.flatten())
-        return F.linear_cross_entropy(
-            x_BTD.flatten(0, 1),
+        x_RD, targets_R = x_BTD.flatten(0, 1), targets_BT.flatten()
+        if config.final_softcap is None and _is_fp32(x_RD):
+            return F.linear_cross_entropy(
+                x_RD,
+                self.decoder.head_weight,
+                targets_R,
+                linear_bias=self.decoder.head_bias,
+                reduction="sum",
+                ignore_index=IGNORED,
+                options=LinearCrossEntropyOptions(batch_chunk_size=_CHUNK_ROWS),
+            )
+        return chunked_cross_entropy(  # PyTorch's has no cap, and returns its sum in half precision
+            x_RD,
             self.decoder.head_weight,
-            targets_BT.flatten(),
-            linear_bias=self.decoder.head_bias,
-            reduction="sum",
-            ignore_index=IGNORED,
-            options=LinearCrossEntropyOptions(batch_chunk_size=_CHUNK_ROWS),
+            targets_R,
+            bias_V=self.decoder.head_bias,
+            softcap=config.final_softcap,
+            first=0,
+            group=None,
+            ignored=IGNORED,
+            chunk_rows=_CHUNK_ROWS,
         )
 
     def _lengths(self, positions_BT: Tensor, documents_BT: Tensor | None) -> Tensor:
@@ -113,16 +124,9 @@ class LanguageModelLoss(nn.Module):
         real_BT = torch.ones_like(targets_BT, dtype=torch.bool) if documents_BT is None else documents_BT >= 0
         return BalanceLoss(real_BT=real_BT, weight_B=weight_B)
 
-    def _softcapped(self, x_RD: Tensor, targets_R: Tensor) -> Tensor:
-        """Logits with a cap are no plain linear map; each chunk's are made again for its backward pass."""
-        total = x_RD.new_zeros((), dtype=torch.float32)
-        for x, targets in zip(x_RD.split(_CHUNK_ROWS), targets_R.split(_CHUNK_ROWS), strict=True):
-            total = total + checkpoint(self._chunk_loss, x, targets, use_reentrant=False)
-        return total
 
-    def _chunk_loss(self, x_RD: Tensor, targets_R: Tensor) -> Tensor:
-        logits_RV = self.decoder.head(x_RD).float()
-        return F.cross_entropy(logits_RV, targets_R, ignore_index=IGNORED, reduction="sum")
+def _is_fp32(x: Tensor) -> bool:
+    return x.dtype == torch.float32 and not torch.is_autocast_enabled(x.device.type)
 
 
 def document_lengths(documents_BT: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 
 from shardline.config import RunConfig, ShardlineError
 from shardline.models.config import DecoderConfig
@@ -238,13 +239,17 @@ class Trainer:
     def _make_pipeline(self, mesh: DeviceMesh) -> Pipeline:
         config = self._config
         length = config.data.sequence_length // (self.layout.tensor if self.layout.sequence_parallel else 1)
-        half = {"fp32": torch.float32, "fp16": torch.float16}.get(config.train.precision, torch.bfloat16)
+        half = torch.float16 if config.train.precision == "fp16" else torch.bfloat16
+        # Autocast leaves the residual stream in fp32; FSDP2 and pure bf16 have it in the parameters' dtype.
+        is_half = config.train.precision == "bf16_pure" or (
+            config.train.precision != "fp32" and isinstance(self.model.module, FSDPModule)
+        )
         return Pipeline(
             self.layout.make_schedule(self._num_micro_batches),
             self.model.module.stages,
             mesh=mesh,
             shape=(config.train.micro_batch, length, self.model.config.hidden_size),
-            dtype=half,
+            dtype=half if is_half else torch.float32,
             device=self._world.device,
         )
 
