@@ -15,7 +15,10 @@ import pytest
 import shardline
 from shardline.cli.main import VERBS
 from shardline.cli.overrides import split_overrides
-from shardline.config import load_config
+from shardline.config import iter_fields, load_config
+from shardline.parallel.schedules import make_schedule
+from shardline.parallel.tensor import STYLES
+from shardline.planning.moments import bubble
 
 ROOT = Path(__file__).parents[1]
 MODULES = sorted(
@@ -28,8 +31,11 @@ def code_blocks(text: str) -> str:
 
 
 def commands() -> list[str]:
-    lines = [line for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")) for line in code_blocks_of(page)]
-    return sorted({line.partition("#")[0].strip() for line in lines if line.startswith("shardline ")})
+    """What a page tells its reader to type; `shardline VERB: ...` is what the program says."""
+    pages = (ROOT / "README.md", ROOT / "README.zh.md", *(ROOT / "docs").glob("*.md"))
+    lines = [line.removeprefix("$ ") for page in pages for line in code_blocks_of(page)]
+    told = re.compile(r"shardline \w+ |shardline \w+$")
+    return sorted({line.partition("#")[0].strip() for line in lines if told.match(line)})
 
 
 def code_blocks_of(page: Path) -> list[str]:
@@ -99,3 +105,25 @@ def test_exports_exist_and_modules_say_what_they_are_for(name):
     assert all(hasattr(module, export) for export in exports)
     assert len(set(exports)) == len(exports)
     assert module.__doc__ or name.count(".") == 1, "a module says what it is for"
+
+
+TRAINING = (ROOT / "docs" / "training.md").read_text()
+
+
+def test_the_training_page_has_every_key_and_every_style():
+    for name in (name for name, _ in iter_fields() if name.startswith("parallel.")):
+        assert f"| `{name}` |" in TRAINING, name
+    rows = [line for line in TRAINING.splitlines() if line.startswith("| `")]
+    for pattern, style in STYLES:
+        assert any(f"`{pattern}`" in row and f" {style} " in row for row in rows), pattern
+
+
+def test_the_training_page_s_schedules_are_those_that_run():
+    rows = re.findall(r"^\| `(\w+)` \| (\d) \| ([\d.]+) % \| (.*) \|$", TRAINING, flags=re.MULTILINE)
+    assert {row[0] for row in rows} == {"gpipe", "1f1b", "interleaved", "zero_bubble_v"}
+    for name, stages, idle, in_flight in rows:
+        shape = {"num_ranks": 4, "num_micro_batches": 8, "stages_per_rank": int(stages)}
+        assert bubble(name, **shape) * 100 == float(idle)
+        schedule = make_schedule(name, **shape)
+        alive = [schedule.max_in_flight(rank) / int(stages) for rank in range(4)]
+        assert alive == [float(count) for count in in_flight.split(", ")]
