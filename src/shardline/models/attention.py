@@ -8,7 +8,6 @@ Shapes: B batch, T tokens, D hidden, N query heads, K key/value heads, H head si
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -77,30 +76,20 @@ class DenseAttention:
         spec: AttentionSpec,
     ) -> Tensor:
         length = q_BTNH.shape[1]
-        window = _effective(spec.window, length)
-        if self._is_causal(window, spec):
+        mask_BTS = self.mask(spec, length=length, device=q_BTNH.device)
+        if mask_BTS is None:
             return attention(q_BTNH, k_BTKH, v_BTKH, causal=True, scale=spec.scale, softcap=spec.softcap)
+        alibi = self._alibi(spec, length, q_BTNH.device)
+        return attention(q_BTNH, k_BTKH, v_BTKH, mask_BTS=mask_BTS, scale=spec.scale, softcap=spec.softcap, alibi=alibi)
+
+    def mask(self, spec: AttentionSpec, *, length: int, device: torch.device) -> Tensor | None:
+        """Returns a layer's mask, built at the first call (a compiled layer can't); None: it is plainly causal."""
+        window = None if spec.window is not None and spec.window >= length else spec.window
+        if self._documents_BT is None and window is None and spec.alibi_slopes is None:
+            return None
         if window not in self._masks:
-            self._masks[window] = self._mask(length, window, q_BTNH.device)
-        return attention(
-            q_BTNH,
-            k_BTKH,
-            v_BTKH,
-            mask_BTS=self._masks[window],
-            scale=spec.scale,
-            softcap=spec.softcap,
-            alibi=self._alibi(spec, length, q_BTNH.device),
-        )
-
-    def prepare(self, specs: Iterable[AttentionSpec], *, length: int, device: torch.device) -> None:
-        """Builds the masks of rows of `length` tokens now, so that no layer has to (a compiled one could not)."""
-        for spec in specs:
-            window = _effective(spec.window, length)
-            if window not in self._masks and not self._is_causal(window, spec):
-                self._masks[window] = self._mask(length, window, device)
-
-    def _is_causal(self, window: int | None, spec: AttentionSpec) -> bool:
-        return self._documents_BT is None and window is None and spec.alibi_slopes is None
+            self._masks[window] = self._mask(length, window, device)
+        return self._masks[window]
 
     def _alibi(self, spec: AttentionSpec, length: int, device: torch.device) -> tuple[Tensor, Tensor] | None:
         if spec.alibi_slopes is None:
@@ -116,11 +105,6 @@ class DenseAttention:
         same_BTS = self._documents_BT.unsqueeze(2) == self._documents_BT.unsqueeze(1)
         real_B1S = (self._documents_BT >= 0).unsqueeze(1)
         return mask_BTS & same_BTS & real_B1S
-
-
-def _effective(window: int | None, length: int) -> int | None:
-    """A window that no row exceeds is none."""
-    return None if window is not None and window >= length else window
 
 
 class SelfAttention(nn.Module):

@@ -71,9 +71,10 @@ class LanguageModelLoss(nn.Module):
             x_BTD = self.decoder.embed(tokens_BT, positions_BT=positions_BT)
             x_BTD = tensor.enter(x_BTD) if tensor else x_BTD
         assert x_BTD is not None
-        specs = [cast(DecoderLayer, layer).self_attn.spec for layer in self.decoder.model.layers]
         attention = DenseAttention(documents_BT)
-        attention.prepare(specs, length=targets_BT.shape[1], device=targets_BT.device)
+        for layer in self.decoder.model.layers:  # now, since a compiled layer can't build its mask
+            spec = cast(DecoderLayer, layer).self_attn.spec
+            attention.mask(spec, length=targets_BT.shape[1], device=targets_BT.device)
         x_BTD = self.decoder.run_layers(
             x_BTD,
             positions_BT=positions_BT,
