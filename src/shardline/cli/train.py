@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from shardline.cli.console import make_console
-from shardline.config import UsageError, load_config
+from shardline.config import RunConfig, UsageError, load_config
 
 TAKES_OVERRIDES = True
 
@@ -50,15 +50,26 @@ def _run(args: argparse.Namespace) -> dict[str, Any] | None:
     if args.nproc is not None and not launched:
         if args.nproc < 1:
             raise UsageError(f"--nproc {args.nproc} must be at least 1.")
-        from shardline.parallel.grid import Layout
         from shardline.parallel.launch import launch
 
-        Layout.resolve(config.parallel, world_size=args.nproc).accumulation(config.train)
+        _check_layout(config, args.nproc)
         code = launch(args.words, num_processes=args.nproc, log_dir=Path(config.run) / "logs")
         if code:
             sys.exit(code)
         return None  # rank 0 has printed the result
     return _train(args, config)
+
+
+def _check_layout(config: RunConfig, num_processes: int) -> None:
+    """Refuses what can't be laid out before any process is started; a folder's model is looked at by the ranks."""
+    from shardline.models.presets import preset
+    from shardline.parallel.grid import Layout
+    from shardline.planning.layouts import require_layout
+
+    if config.model.path is None:
+        require_layout(preset(config.model.preset), config, num_processes=num_processes)
+    else:
+        Layout.resolve(config.parallel, world_size=num_processes).accumulation(config.train)
 
 
 def _train(args: argparse.Namespace, config: Any) -> dict[str, Any] | None:

@@ -187,9 +187,10 @@ def validate(config: RunConfig) -> None:
     """Raises `UsageError` or `InfeasibleError` where fields contradict one another, however many processes run."""
     train, optimizer, parallel = config.train, config.optimizer, config.parallel
     if train.global_batch % train.micro_batch:
+        fits = max(size for size in range(1, train.micro_batch) if train.global_batch % size == 0)
         raise UsageError(
             f"train.global_batch = {train.global_batch} is not a multiple of train.micro_batch = {train.micro_batch}; "
-            f"set train.micro_batch to a divisor of {train.global_batch}."
+            f"set train.micro_batch to {fits} or another divisor of {train.global_batch}."
         )
     if any(not 0 <= beta < 1 for beta in optimizer.betas):
         raise UsageError(f"optimizer.betas = {list(optimizer.betas)} must each lie in [0, 1).")

@@ -71,7 +71,7 @@ class Layout:
             if world_size % fixed:
                 nearest = max(1, round(world_size / fixed)) * fixed
                 raise InfeasibleError(
-                    f"{world_size} processes are not a multiple of parallel.tensor x parallel.pipeline = "
+                    f"{_count(world_size)} not a multiple of parallel.tensor x parallel.pipeline = "
                     f"{parallel.tensor} x {parallel.pipeline} = {fixed}; start {nearest} (--nproc {nearest}), or lower "
                     "one of them."
                 )
@@ -99,10 +99,13 @@ class Layout:
         """Returns the micro-batches that each data rank runs in a step."""
         rows = self.data * train.micro_batch
         if train.global_batch % rows:
+            per_rank, rest = divmod(train.global_batch, self.data)
+            smaller = [size for size in range(1, train.micro_batch) if per_rank % size == 0]
             raise InfeasibleError(
                 f"train.global_batch = {train.global_batch} is not a multiple of data ranks x train.micro_batch = "
                 f"{self.data} x {train.micro_batch} = {rows}; set train.global_batch to "
-                f"{max(1, round(train.global_batch / rows)) * rows}, or lower train.micro_batch."
+                f"{max(1, round(train.global_batch / rows)) * rows}"
+                + (f", or train.micro_batch to {smaller[-1]}." if smaller and not rest else ".")
             )
         count = train.global_batch // rows
         if self.micro_batches is not None and self.micro_batches != count:
@@ -176,6 +179,10 @@ def make_groups(lists: Iterable[list[int]]) -> ProcessGroup | None:
             assert isinstance(group, dist.ProcessGroup)
             mine = group
     return mine
+
+
+def _count(processes: int) -> str:
+    return "1 process is" if processes == 1 else f"{processes} processes are"
 
 
 def _zero_group(parallel: ParallelConfig, data: int) -> int | None:

@@ -144,7 +144,9 @@ def _killed(rank: int, process: subprocess.Popen[bytes], log_dir: Path) -> str:
 
 def _told_by_first(ranks: list[subprocess.Popen[bytes]], log: Path) -> bool:
     """Whether the failed rank stopped with a sentence for the user: rank 0 then stops with the same one."""
-    if not any(line.startswith("shardline ") for line in _tail(log)[-2:]):  # under --json an object comes with it
+    lines = _tail(log)
+    said = max((index for index, line in enumerate(lines) if line.startswith("shardline ")), default=len(lines))
+    if said == len(lines) or any(line.startswith("Traceback ") for line in lines[said:]):
         return False
     with contextlib.suppress(subprocess.TimeoutExpired):
         ranks[0].wait(_GRACE_S)

@@ -35,7 +35,9 @@ from shardline.planning.search import make_plan
 from shardline.text.dataset import prepare_dataset
 from shardline.text.rows import PackedDataset
 from shardline.text.tokenizer import Tokenizer, byte_tokenizer
+from shardline.training.groups import assign_roles
 from shardline.training.interruption import SIGNALS, Interruption
+from shardline.training.kinds import require_library
 from shardline.training.progress import Progress
 from shardline.training.report import write_report
 from shardline.training.run_directory import RunDirectory, open_log
@@ -96,6 +98,8 @@ def train(
     architecture = model_config(config)
     _require_context(config, architecture)
     require_layout(architecture, config, num_processes=world.size)
+    require_library(config.optimizer.name)
+    assign_roles(config.optimizer, architecture)  # a pattern that is wrong is told before any data is read
     # A machine that took another's place has not been restarted; whoever was counts for all.
     restarts = int(world.max(torch.tensor([float(restarts)])).item())
     checkpoint = world.first(lambda: run.open(config, resume=resume, restarts=restarts))
@@ -355,7 +359,7 @@ def _require_context(config: RunConfig, architecture: DecoderConfig) -> None:
     if config.data.sequence_length > architecture.max_position_embeddings:
         raise UsageError(
             f"data.sequence_length = {config.data.sequence_length} exceeds the model's context of "
-            f"{architecture.max_position_embeddings} tokens; lower it."
+            f"{architecture.max_position_embeddings} tokens; set it to that or less."
         )
 
 
