@@ -8,7 +8,7 @@ from torch import nn
 
 from shardline.config import OptimizerConfig, RunConfig
 from shardline.models.decoder import Decoder
-from shardline.parallel.data import clip_gradients, parallelize
+from shardline.parallel.data import clip_gradients, gradient_norm, parallelize
 from shardline.parallel.grid import Layout
 from shardline.training.groups import assign_roles
 from shardline.training.optimizer import build_optimizer, learning_rate
@@ -57,7 +57,15 @@ def test_no_warm_up_starts_at_the_peak():
 
 def test_matrices_are_decayed_and_vectors_are_not():
     decoder = Decoder(small_model())
-    ranks = parallelize(decoder, layers=[], layout=Layout(data=1), mesh=None, precision="fp32")
+    ranks = parallelize(
+        decoder,
+        layers=[],
+        layout=Layout(data=1),
+        mesh=None,
+        precision="fp32",
+        device=torch.device("cpu"),
+        fill=lambda: decoder.initialize(seed=0),
+    )
     config = RunConfig(optimizer=OptimizerConfig(weight_decay=0.3))
     optimizer = build_optimizer(config, ranks, decoder, roles=assign_roles(config.optimizer, decoder.config))
     decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
@@ -66,10 +74,18 @@ def test_matrices_are_decayed_and_vectors_are_not():
         assert decay[id(parameter)] == (0.0 if name.endswith("norm.weight") else 0.3), name
 
 
-def test_clipping_returns_the_norm_before_and_scales_to_the_limit():
+def test_clipping_scales_to_the_limit_and_copies_count_once():
     parameters = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(1))]
     parameters[0].grad, parameters[1].grad = torch.full((3,), 2.0), torch.full((2, 2), 1.0)
-    assert clip_gradients(parameters, max_norm=0.0) == pytest.approx(4.0)
+
+    def norm(shares: tuple[float, float, float] = (1.0, 1.0, 1.0)) -> float:
+        return gradient_norm(dict(zip(parameters, shares, strict=True)), total=lambda squared: squared)
+
+    assert norm() == pytest.approx(4.0)
+    assert norm((0.5, 0.25, 1.0)) == pytest.approx(7.0**0.5)
+    clip_gradients(parameters, norm=norm(), max_norm=0.0)
     assert parameters[0].grad[0] == 2.0
-    assert clip_gradients(parameters, max_norm=1.0) == pytest.approx(4.0)
-    assert clip_gradients(parameters, max_norm=0.0) == pytest.approx(1.0, rel=1e-5)
+    clip_gradients(parameters, norm=norm(), max_norm=1.0)
+    assert norm() == pytest.approx(1.0, rel=1e-5)
+    clip_gradients(parameters, norm=norm(), max_norm=5.0)
+    assert norm() == pytest.approx(1.0, rel=1e-5)
