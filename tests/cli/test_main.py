@@ -62,6 +62,7 @@ def test_every_verb_has_help_and_loads_no_torch_for_it(verb):
         (["train", "--nproc", "3"], 3, "train.global_batch = 8 is not a multiple of data ranks x train.micro_batch"),
         (["train", "--nproc", "3", "--parallel.tensor", "3"], 3, "nearest layout that works with 3 processes:"),
         (["train", "--nproc", "2", "--model.preset", "tinny"], 2, "did you mean 'tiny'?"),
+        (["train", "--nproc", "2", "--run", "/dev/null/run"], 2, "Can't write to /dev/null/run/logs"),
         (["train", "--train.global_batch", "9"], 2, "set train.micro_batch to 1 or another divisor of 9"),
         (["train", "--optimizer.name", "muon", "--optimizer.lr", "0", "--optimizer.muon_lr", "0.1"], 2, "which is 0"),
         (["train", "--model.preset", "tinny"], 2, "did you mean 'tiny'?"),

@@ -23,7 +23,7 @@ from shardline.config import CheckpointConfig, RunConfig, ShardlineError, UsageE
 from shardline.models.attention import DenseAttention
 from shardline.text.tokenizer import Tokenizer
 from shardline.training.run import train
-from shardline.training.run_directory import read_metrics
+from shardline.training.run_directory import RunDirectory, read_metrics
 from training.conftest import At, with_layout
 
 
@@ -87,7 +87,7 @@ def test_the_run_directory_is_complete(whole_run):
     assert [row["step"] for row in rows] == list(range(1, 9))
     assert set(rows[0]) == {
         "step", "tokens", "loss", "grad_norm", "learning_rate", "tokens_per_s", "mfu", "memory_gib", "step_s",
-        "data_wait_s", "heldout_loss",
+        "data_wait_s", "heldout_loss", "compile_s", "loss_scale", "num_skipped",
     }  # fmt: skip
     assert result["heldout_loss_after"] == rows[-1]["heldout_loss"] < result["heldout_loss_before"]
     assert result["measured_memory_gib"] > 0
@@ -132,6 +132,28 @@ def test_a_run_is_never_overwritten(whole_run, workers, cache):
     with pytest.raises(UsageError, match="already holds a run; pass --resume"):
         workers.run(2, run_job, config, cache, False, 8)
     assert (Path(config.run) / "metrics.jsonl").read_bytes() == before
+
+
+def test_two_runs_are_never_in_one_folder_at_once(run_config, monkeypatch):
+    monkeypatch.setattr("shardline.training.run_directory._PATIENCE_S", 0.2)
+    config = run_config("twice")
+    first, second = RunDirectory(config.run), RunDirectory(config.run)
+    assert first.open(config, resume=False) is None
+    for resume in (False, True):
+        with pytest.raises(UsageError, match="Another process is training in"):
+            second.open(config, resume=resume)
+    first.close()
+    assert second.open(config, resume=False) is None
+    second.close()
+
+
+def test_a_run_of_no_steps_leaves_its_model_and_can_go_on(workers, run_config, cache):
+    config = run_config("no-steps")
+    none = dataclasses.replace(config, train=dataclasses.replace(config.train, steps=0))
+    result = workers.run(2, run_job, none, cache, False, 0)
+    assert (result["step"], result["loss"]) == (0, None)
+    load_decoder(result["model"])
+    assert workers.run(2, run_job, config, cache, True, 8)["step"] == 8
 
 
 def test_resuming_a_finished_run_changes_nothing(whole_run, workers, cache):

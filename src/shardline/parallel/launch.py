@@ -18,6 +18,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from shardline.config import UsageError
 from shardline.parallel.failure import Failure, find_failures, read_failure
 from shardline.parallel.heartbeat import read_beat
 
@@ -37,7 +38,10 @@ def launch(command: Sequence[str], *, num_processes: int, log_dir: Path) -> int:
     Each rank gets its share of the cores as threads unless OMP_NUM_THREADS is set. Raises the `ShardlineError` that
     ended the run when another rank than 0, which has our terminal, was the one to tell it.
     """
-    log_dir.mkdir(parents=True, exist_ok=True)
+    try:
+        log_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"Can't write to {log_dir}: {error.strerror}. Choose another --run.") from None
     earlier = find_failures(log_dir)
     environment = {
         "OMP_NUM_THREADS": str(max(1, _num_cores() // num_processes)),

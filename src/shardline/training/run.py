@@ -102,20 +102,23 @@ def train(
     assign_roles(config.optimizer, architecture)  # a pattern that is wrong is told before any data is read
     # A machine that took another's place has not been restarted; whoever was counts for all.
     restarts = int(world.max(torch.tensor([float(restarts)])).item())
-    checkpoint = world.first(lambda: run.open(config, resume=resume, restarts=restarts))
-    log = open_log(run, rank=world.rank)
-    log.info("rank %d of %d starts, process %d", world.rank, world.size, os.getpid())
-    progress = Progress(console, steps=config.train.steps)
-    plan = world.first(lambda: _plan(config, architecture, world, run, require_fit=require_fit))
     try:
-        with watch_ranks(world, run.path / "logs", timeout_s=config.parallel.timeout_s):
-            loop = _Loop(config, world, run, checkpoint, progress, architecture)
-            world.limit_groups(config.parallel.timeout_s)
-            with Interruption() as interruption:
-                return loop.run(interruption, predicted_memory_gib=plan)
-    except BaseException:
-        log.exception("rank %d stops", world.rank)
-        raise
+        checkpoint = world.first(lambda: run.open(config, resume=resume, restarts=restarts))
+        log = open_log(run, rank=world.rank)
+        log.info("rank %d of %d starts, process %d", world.rank, world.size, os.getpid())
+        progress = Progress(console, steps=config.train.steps)
+        plan = world.first(lambda: _plan(config, architecture, world, run, require_fit=require_fit))
+        try:
+            with watch_ranks(world, run.path / "logs", timeout_s=config.parallel.timeout_s):
+                loop = _Loop(config, world, run, checkpoint, progress, architecture)
+                world.limit_groups(config.parallel.timeout_s)
+                with Interruption() as interruption:
+                    return loop.run(interruption, predicted_memory_gib=plan)
+        except BaseException:
+            log.exception("rank %d stops", world.rank)
+            raise
+    finally:
+        run.close()
 
 
 class _Loop:
@@ -203,6 +206,8 @@ class _Loop:
                 self._progress.step(row)
             if last or _due(trainer.step, config.checkpoint.every):
                 self._save()
+        if stopped is None and self._saved_step != trainer.step:
+            self._save()  # a run of no steps: the model as it began
         self._world.heartbeat.mark("end")
         if stopped is not None:
             self._stop(stopped)

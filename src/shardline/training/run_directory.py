@@ -13,9 +13,12 @@ A run that exists is only ever continued (`--resume`); nothing here overwrites o
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import json
 import logging
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -39,10 +42,15 @@ _FIXED = (
     ("train", "seed"),
 )
 
+_PATIENCE_S = 5.0  # for the end of what is being continued
+
 
 class RunDirectory:
+    """The files of a run. It is one run's from `open` to `close`, or to the end of the process."""
+
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
+        self._lock: int | None = None
 
     @property
     def checkpoints(self) -> Path:
@@ -58,9 +66,10 @@ class RunDirectory:
         A launcher's restart (`restarts` > 0) continues the run that it has begun without being told to; but what its
         first attempt was refused stays refused, or a restart would go on with somebody's finished run.
 
-        Raises `UsageError` when the folder holds a run and `resume` is False, or when `config` changes what its
-        steps mean.
+        Raises `UsageError` when the folder holds a run and `resume` is False, when a run is going on in it, or when
+        `config` changes what its steps mean.
         """
+        self._take(patience_s=_PATIENCE_S if resume or restarts else 0.0)
         refused = self.path / ".refused"
         goes_on = resume or (restarts > 0 and not refused.exists())
         if not goes_on and (self.metrics.exists() or find_checkpoints(self.checkpoints)):
@@ -69,11 +78,6 @@ class RunDirectory:
             raise UsageError(
                 f"{self.path} already holds a run; pass --resume to continue it, or choose another folder with --run."
             )
-        try:
-            self.checkpoints.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            reason = error.strerror
-            raise UsageError(f"Can't write the run directory {self.path}: {reason}. Choose another --run.") from None
         refused.unlink(missing_ok=True)
         found = find_checkpoints(self.checkpoints)
         checkpoint = found[-1] if found else None
@@ -83,12 +87,46 @@ class RunDirectory:
         _replace(self.path / "config.yaml", dump_config(config))
         return checkpoint
 
+    def close(self) -> None:
+        """Leaves the folder to the next run."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
     def write_plan(self, plan: dict[str, Any]) -> None:
         _replace(self.path / "plan.json", json.dumps(plan, indent=2) + "\n")
 
     def append_metrics(self, row: dict[str, Any]) -> None:
         with self.metrics.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
+
+    def _take(self, *, patience_s: float) -> None:
+        """Makes sure that no other run goes on in the folder; the lock goes with the process that holds it."""
+        if self._lock is not None:
+            return
+        try:
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT)
+        except OSError as error:
+            reason = error.strerror
+            raise UsageError(f"Can't write the run directory {self.path}: {reason}. Choose another --run.") from None
+        deadline = time.monotonic() + patience_s
+        while True:
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if time.monotonic() < deadline:
+                    time.sleep(0.1)
+                    continue
+                self.close()
+                raise UsageError(
+                    f"Another process is training in {self.path}; stop it, or choose another folder with --run."
+                ) from None
+            except OSError as error:
+                if error.errno in (errno.ENOLCK, errno.ENOTSUP):  # a file system without locks
+                    return
+                raise
 
     def _keep_metrics_up_to(self, step: int) -> None:
         """Steps after the checkpoint run again, so their old rows go, and with them a line that a kill cut short."""
