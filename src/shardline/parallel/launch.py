@@ -26,6 +26,7 @@ __all__ = ["follow_launcher", "launch"]
 
 _LAUNCHER = "SHARDLINE_LAUNCHER_PID"
 _GRACE_S = 10.0
+_POLL_S = 0.05
 _TELL_S = 3.0
 # Ranks save and end with 128 + the signal's number (training.interruption); that is no failure to report.
 _STOPPING = (signal.SIGTERM, signal.SIGUSR1)
@@ -111,15 +112,18 @@ def _log(log_dir: Path, rank: int) -> Path:
 
 
 def _wait(ranks: list[subprocess.Popen[bytes]]) -> int | None:
-    """Returns the first rank that failed, else one that a signal stopped, or None when all succeeded."""
+    """Returns the first rank that failed, else one that a signal stopped, or None when all succeeded.
+
+    Of several that are found at once, the one that was killed is the cause: the others lost their connection to it.
+    """
     while True:
         codes = [process.poll() for process in ranks]
         failed = [rank for rank, code in enumerate(codes) if code and code not in _STOPPED]
         if failed:
-            return failed[0]
+            return min(failed, key=lambda rank: (codes[rank] or 0) > 0)
         if None not in codes:
             return next((rank for rank, code in enumerate(codes) if code), None)
-        time.sleep(0.05)
+        time.sleep(_POLL_S)
 
 
 def _let_others_tell(ranks: list[subprocess.Popen[bytes]]) -> None:
