@@ -32,7 +32,7 @@ import numpy as np
 
 MIB = 1 << 20
 SIZES = {  # layers, hidden, heads, kv heads, ffn, vocabulary, sequence, global batch
-    "issue": (12, 384, 6, 2, 1024, 4096, 512, 8),
+    "full": (12, 384, 6, 2, 1024, 4096, 512, 8),
     "short": (4, 384, 6, 2, 1024, 4096, 512, 8),  # a third of the layers, for a machine that others use too
     "tiny": (4, 64, 4, 2, 128, 256, 32, 8),
 }
@@ -375,7 +375,7 @@ def main() -> None:
     parser.add_argument("--case", action="append", choices=CASES, help="one case; may be given more than once")
     parser.add_argument("--rounds", type=int, help="steps of each side that are compared (default 3; --quick: 1)")
     parser.add_argument("--quick", action="store_true", help="a tiny model and four cases")
-    parser.add_argument("--size", choices=SIZES, default="issue", help="the model and its batch (default: issue)")
+    parser.add_argument("--size", choices=SIZES, default="full", help="the model and its batch (default: full)")
     parser.add_argument(
         "--cores",
         type=int,
