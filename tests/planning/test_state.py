@@ -9,7 +9,7 @@ import torch
 
 from hardware.machines import GIB, machine
 from shardline.config import RunConfig, load_config
-from shardline.models.config import DecoderConfig, RopeConfig
+from shardline.models.config import DecoderConfig
 from shardline.models.decoder import Decoder
 from shardline.models.presets import preset
 from shardline.parallel.offload import DeviceMemory
@@ -22,19 +22,9 @@ from shardline.planning.state import offload_notes, optimizer_state
 from shardline.training import bucketed
 from shardline.training.groups import assign_roles
 from shardline.training.kinds import initial_state
+from training.jobs import small_model
 
-MODEL = DecoderConfig(
-    vocab_size=320,
-    hidden_size=48,
-    intermediate_size=96,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=12,
-    max_position_embeddings=256,
-    rope=RopeConfig(theta=10000.0),
-    tie_word_embeddings=False,
-)
+MODEL = small_model(tied=False)
 MIXTURE = dataclasses.replace(MODEL, num_experts=4, experts_per_token=2, expert_size=32)
 
 

@@ -138,7 +138,7 @@ class Timing:
         half = run.train.precision != "fp32"
         element = _BF16 if half else _FP32
         stream = option.micro_batch * run.data.sequence_length * self._model.hidden_size * element
-        reductions = 4 + (option.recompute == "full")
+        reductions = 4 + (option.recompute != "none")
         tensor_messages = (reductions * depth + 2) * count if layout.tensor > 1 else 0
         pipeline_messages = 2 * layout.virtual_stages * count if layout.pipeline > 1 else 0
         along = layout.tensor if layout.sequence_parallel else 1
