@@ -4,6 +4,7 @@
     python bench/train.py --case fsdp2 --rounds 6      # one case (see --list)
     python bench/train.py --quick                      # tiny model, seconds: does the benchmark work?
     python bench/train.py --json out.json --table docs/benchmarks.md
+    python bench/train.py --case deepspeed2 --deepspeed-python ENV/bin/python     # an environment of its own
 
 A case is a rival and the layout of the engine that does the same, on the same processes, threads, rows and initial
 weights. Both sides' processes are alive at once and take turns, step by step; while one works the other waits without
@@ -31,6 +32,7 @@ from typing import Any
 import numpy as np
 
 MIB = 1 << 20
+ANSWERS = 1  # file descriptor of a process's answers
 SIZES = {  # layers, hidden, heads, kv heads, ffn, vocabulary, sequence, global batch
     "full": (12, 384, 6, 2, 1024, 4096, 512, 8),
     "short": (4, 384, 6, 2, 1024, 4096, 512, 8),  # a third of the layers, for a machine that others use too
@@ -47,6 +49,7 @@ class Case:
     ours: dict[str, Any] = field(default_factory=dict)
     micro_batches: int = 1
     extra: bool = False  # only when asked for by name
+    python: str | None = None  # the rival's interpreter, where it has an environment of its own
     cores: int = 2
 
     @property
@@ -71,6 +74,16 @@ CASES = {
         processes=2,
         ours={**_PIPELINE, "parallel.schedule": "zero_bubble_v"},
         micro_batches=4,
+    ),
+    "deepspeed1": Case(rival="deepspeed1", processes=2, ours={"parallel.zero": 1}, extra=True),
+    "deepspeed2": Case(rival="deepspeed2", processes=2, ours={"parallel.zero": 2}, extra=True),
+    "deepspeed3": Case(rival="deepspeed3", processes=2, ours={"parallel.zero": 3}, extra=True),
+    "pipelining_fsdp2_keep": Case(
+        rival="pipelining_fsdp2",
+        processes=4,
+        ours={**_PIPELINE, "parallel.zero": 2},
+        micro_batches=4,
+        extra=True,
     ),
     "pipelining_fsdp2": Case(
         rival="pipelining_fsdp2",
@@ -99,9 +112,12 @@ class Side:
             "WORLD_SIZE": str(case.processes),
             "PYTHONUNBUFFERED": "1",
         }
+        if name == "rival" and case.python:  # the numbers that describe the model come from the package
+            environment["PYTHONPATH"] = str(Path(__file__).resolve().parent.parent / "src")
+        python = case.python if name == "rival" and case.python else sys.executable
         self._ranks = [
             subprocess.Popen(
-                [sys.executable, __file__, "--work", job],
+                [python, __file__, "--work", job],
                 env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -145,9 +161,9 @@ class Side:
                 rank.kill()
 
 
-def compare(name: str, *, size: str, rounds: int, cores: int, log: Any) -> dict[str, Any]:
+def compare(name: str, *, size: str, rounds: int, cores: int, python: str | None, log: Any) -> dict[str, Any]:
     """Runs one case and returns its figures."""
-    case = replace(CASES[name], cores=cores)
+    case = replace(CASES[name], cores=cores, python=python if name.startswith("deepspeed") else None)
     sides = {side: Side(case, name=side, size=size, log=log) for side in ("rival", "ours")}
     try:
         for side in sides.values():
@@ -210,6 +226,9 @@ def work(job: dict[str, Any]) -> None:
     from shardline.models.config import DecoderConfig, RopeConfig
     from shardline.planning.flops import training_flops_per_token
 
+    global ANSWERS
+    ANSWERS = os.dup(1)
+    os.dup2(2, 1)  # libraries that print do not answer
     case = Case(**job["case"])
     layers, hidden, heads, kv_heads, ffn, vocabulary, length, batch = SIZES[job["size"]]
     model = DecoderConfig(
@@ -274,7 +293,7 @@ def work(job: dict[str, Any]) -> None:
 
 
 def tell(answer: dict[str, Any]) -> None:
-    print(json.dumps(answer), flush=True)
+    os.write(ANSWERS, json.dumps(answer).encode() + b"\n")
 
 
 def make_decoder(model: Any) -> Any:
@@ -386,6 +405,7 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="print the cases")
     parser.add_argument("--json", help="file for the figures")
     parser.add_argument("--table", help="Markdown file whose part between the benchmark's two marks is replaced")
+    parser.add_argument("--deepspeed-python", help="interpreter of an environment with DeepSpeed, for its cases")
     parser.add_argument("--log", default=os.devnull, help="file for what the processes print as errors")
     parser.add_argument("--work", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -395,6 +415,8 @@ def main() -> None:
     if args.list:
         print("\n".join(CASES))
         return
+    if not args.deepspeed_python and any(name.startswith("deepspeed") for name in args.case or ()):
+        parser.error("DeepSpeed's cases need --deepspeed-python: an interpreter with torch, numpy, pyyaml and deepspeed")
     if args.quick:
         args.size = "tiny"
     quick = ["eager", "fsdp2", "dtensor_sequence", "pipelining"]
@@ -408,6 +430,7 @@ def main() -> None:
                     name,
                     size=args.size,
                     cores=args.cores,
+                    python=args.deepspeed_python,
                     rounds=args.rounds or (1 if args.quick else 3),
                     log=log,
                 )

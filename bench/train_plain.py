@@ -125,19 +125,25 @@ class PlainSide:
         self._run: Callable[[Tensor, Tensor], Tensor] = self._plain
         self._splits_batch = kind in ("ddp", "fsdp2", "fsdp2_keep")
         KINDS[kind](self)
+        if self._run == self._deepspeed_step:
+            return  # it has its own optimizer
+        self._optimizer = self._adamw()
+
+    def _adamw(self) -> torch.optim.AdamW:
         parameters = [each for each in self._model.parameters() if each.requires_grad]
         groups = [
             {"params": [each for each in parameters if each.ndim > 1], "weight_decay": DECAY},
             {"params": [each for each in parameters if each.ndim < 2], "weight_decay": 0.0},
         ]
-        self._optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=LR, betas=BETAS, fused=True)
+        return torch.optim.AdamW([g for g in groups if g["params"]], lr=LR, betas=BETAS, fused=True)
 
     def step(self) -> float:
         tokens, targets = self._next()
         loss = self._run(tokens, targets)
-        self._clip()
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        if self._run != self._deepspeed_step:
+            self._clip()
+            self._optimizer.step()
+            self._optimizer.zero_grad()
         self._index += 1
         return self._mean(loss)
 
@@ -289,6 +295,36 @@ class PlainSide:
     def _sharded_pipeline(self) -> None:
         self._pipeline(shard=True)
 
+    def _deepspeed(self, stage: int) -> None:
+        """DeepSpeed's engine with PyTorch's fused AdamW, which it deals out; clipping is its own."""
+        import os
+
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        import deepspeed  # pyrefly: ignore  it has an environment of its own
+
+        deepspeed.init_distributed(dist_backend="gloo")
+        self._model = self._build()
+        self._engine, *_ = deepspeed.initialize(
+            model=self._model,
+            optimizer=self._adamw(),
+            config={
+                "train_batch_size": self._batch,
+                "train_micro_batch_size_per_gpu": self._batch // self._size,
+                "gradient_clipping": CLIP,
+                "zero_optimization": {"stage": stage},
+                "zero_allow_untested_optimizer": True,
+                "steps_per_print": 10**9,
+            },
+        )
+        self._splits_batch = True
+        self._run = self._deepspeed_step
+
+    def _deepspeed_step(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        loss = cross_entropy(self._engine(tokens), targets)
+        self._engine.backward(loss)
+        self._engine.step()
+        return loss.detach().clone()
+
     def _pipelined(self, tokens: Tensor, targets: Tensor) -> Tensor:
         if hasattr(self, "_batch_part"):
             size, rank = self._batch_part
@@ -312,4 +348,7 @@ KINDS: dict[str, Callable[[PlainSide], None]] = {
     "pipelining": PlainSide._pipeline,
     "pipelining_zbv": PlainSide._zero_bubble,
     "pipelining_fsdp2": PlainSide._sharded_pipeline,
+    "deepspeed1": lambda side: side._deepspeed(1),
+    "deepspeed2": lambda side: side._deepspeed(2),
+    "deepspeed3": lambda side: side._deepspeed(3),
 }

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardline.parallel.schedules import Action, Schedule, make_schedule
+from shardline.parallel.schedules import DURATIONS, Action, Schedule, make_schedule
 
 
 @st.composite
@@ -30,7 +30,7 @@ def needs(schedule: Schedule, action: Action) -> list[Action]:
 
 
 def length(schedule: Schedule) -> int:
-    """Replays the ranks' orders and returns how long they take together; a whole backward pass counts as two."""
+    """Replays the ranks' orders and returns how long they take together."""
     done: dict[Action, int] = {}
     clocks = [0] * len(schedule.actions)
     left = [list(actions) for actions in schedule.actions]
@@ -40,7 +40,8 @@ def length(schedule: Schedule) -> int:
             while actions and all(need in done for need in needs(schedule, actions[0])):
                 action = actions.pop(0)
                 start = max([clocks[rank], *(done[need] for need in needs(schedule, action))])
-                clocks[rank] = start + (2 if action.kind == "B" and not schedule.split_backward else 1)
+                whole = action.kind == "B" and not schedule.split_backward
+                clocks[rank] = start + DURATIONS[action.kind] + whole * DURATIONS["W"]
                 done[action] = clocks[rank]
                 went_on = True
         assert went_on, f"deadlock before {[actions[0] for actions in left if actions]}"
@@ -104,10 +105,10 @@ def test_activations_in_flight_are_as_few_as_promised(num_ranks, num_micro_batch
 @pytest.mark.parametrize(
     ("name", "stages", "expected"),
     [
-        ("gpipe", 1, 33),  # (8 + 4 - 1) x 3
-        ("1f1b", 1, 33),
-        ("interleaved", 2, 57),  # 8 x 6 and a bubble half as long, in passes half as long
-        ("zero_bubble_v", 2, 51),  # 8 x 6 and what fills the pipeline
+        ("gpipe", 1, 11 * 12),  # 8 micro-batches and 3 ranks before them
+        ("1f1b", 1, 11 * 12),
+        ("interleaved", 2, 19 * 12),  # 16 and a bubble half as long, in passes half as long
+        ("zero_bubble_v", 2, 18 * 12),  # 16 x 12 and what fills the pipeline
     ],
 )
 def test_bubbles_of_four_ranks_and_eight_micro_batches(name, stages, expected):

@@ -13,7 +13,7 @@ from functools import lru_cache
 from itertools import chain
 from typing import NamedTuple
 
-from shardline.parallel.schedules import Action, Kind, Schedule, ScheduleName, make_schedule
+from shardline.parallel.schedules import DURATIONS, Action, Kind, Schedule, ScheduleName, make_schedule
 
 __all__ = ["Moment", "bubble", "moments"]
 
@@ -93,11 +93,11 @@ def _simulated_bubble(num_ranks: int, num_micro_batches: int) -> float:
                 needed = _needed(action, schedule.num_stages)
                 if any(each not in done for each in needed):
                     break
-                clocks[rank] = max([clocks[rank], *(done[each] for each in needed)]) + 1
+                clocks[rank] = max([clocks[rank], *(done[each] for each in needed)]) + DURATIONS[action.kind]
                 done[action] = clocks[rank]
                 next_at[rank] += 1
-    busy = 6 * num_micro_batches
-    return (max(clocks) - busy) / 6
+    busy = 2 * sum(DURATIONS.values())  # of one micro-batch
+    return max(clocks) / busy - num_micro_batches
 
 
 def _needed(action: Action, num_stages: int) -> list[Action]:
