@@ -21,6 +21,10 @@ class EngineConfig:
     max_num_batched_tokens  tokens of one step, and so how long a running reply waits for someone else's prompt
     num_blocks              blocks of the KV cache; None: from kv_cache_bytes
     kv_cache_bytes          None: enough for max_num_seqs requests of full length, within half of the free memory
+    enable_prefix_caching   keep the blocks of finished requests for later ones that begin alike
+    speculative             ngram: guess what followed the last tokens before; draft: let a smaller model guess
+    num_speculative_tokens  guessed tokens that one step checks
+    prompt_lookup_max       tokens that ngram looks for, at most; fewer where nothing is found
     """
 
     max_model_len: int | None = None
@@ -30,3 +34,7 @@ class EngineConfig:
     num_blocks: int | None = None
     kv_cache_bytes: int | None = None
     dtype: Literal["fp32", "bf16"] = "fp32"
+    enable_prefix_caching: bool = True
+    speculative: Literal["none", "ngram", "draft"] = "none"
+    num_speculative_tokens: int = 4
+    prompt_lookup_max: int = 4

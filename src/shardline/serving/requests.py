@@ -13,12 +13,18 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from shardline.serving.errors import RequestError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = [
     "MAX_LOGPROBS",
     "FinishReason",
+    "Grammar",
+    "Pooling",
     "Request",
     "RequestError",
     "RequestOutput",
@@ -119,13 +125,43 @@ def _check_range(name: str, value: float, *, low: float, high: float, open_low: 
     raise RequestError(f"{name} = {value:g} must be {at_least} and at most {high:g}.", param=name.partition("[")[0])
 
 
+Pooling = Literal["mean", "last"]
+
+
+class Grammar(Protocol):
+    """What a reply must follow, and where in it the reply is: the state of one request."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether only the end of the text may follow."""
+        ...
+
+    def mask(self) -> Tensor:
+        """Returns the tokens that may come next, boolean [V]."""
+        ...
+
+    def accept(self, token_id: int) -> None:
+        """Notes the token that came."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One prompt and how to continue it. Several samples of one prompt are several requests."""
+    """One prompt and how to continue it. Several samples of one prompt are several requests.
+
+    priority   the lower the earlier; of equals the first to arrive
+    adapter    name of the LoRA adapter to run with
+    pooling    return one vector of the prompt's hidden states instead of a reply
+    grammar    compiled before: never on the engine's thread
+    """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams = SamplingParams()
+    priority: int = 0
+    adapter: str | None = None
+    pooling: Pooling | None = None
+    grammar: Grammar | None = None
 
 
 @dataclass(kw_only=True)
@@ -137,6 +173,9 @@ class Timeline:
     first_token_s: float | None = None
     last_token_s: float | None = None
     gap_s: float | None = None  # between the last two tokens
+
+
+_JOINED = {"text", "token_ids", "logprobs", "top_logprobs", "prompt_logprobs", "prompt_top_logprobs", "embedding"}
 
 
 @dataclass(kw_only=True)
@@ -151,12 +190,14 @@ class RequestOutput:
     request_id: str
     num_prompt_tokens: int
     num_output_tokens: int = 0  # so far
+    num_cached_tokens: int = 0  # of the prompt, found in the prefix cache
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[TopLogprobs] = field(default_factory=list)
     prompt_logprobs: list[float | None] = field(default_factory=list)
     prompt_top_logprobs: list[TopLogprobs] = field(default_factory=list)
+    embedding: list[float] = field(default_factory=list)  # of a request with pooling
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop string or the stop token that ended it
     error: str | None = None
@@ -170,9 +211,10 @@ class RequestOutput:
         """Adds a later step's output of the same request to this one."""
         assert later.request_id == self.request_id, (later.request_id, self.request_id)
         for item in fields(self):
-            if item.name in ("text", "token_ids", "logprobs", "top_logprobs", "prompt_logprobs", "prompt_top_logprobs"):
+            if item.name in _JOINED:
                 setattr(self, item.name, getattr(self, item.name) + getattr(later, item.name))
         self.num_output_tokens = later.num_output_tokens
+        self.num_cached_tokens = later.num_cached_tokens
         self.finish_reason = later.finish_reason
         self.stop_reason = later.stop_reason
         self.error = later.error
