@@ -256,6 +256,9 @@ class FailingRunner:
             raise RuntimeError("the matrix fell over")
         return self.runner.run(schedule)
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.runner, name)
+
 
 def failing_server(failing: range) -> Any:
     engine = make_engine()

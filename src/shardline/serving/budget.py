@@ -112,7 +112,7 @@ def _choose_blocks(config: EngineConfig, max_model_len: int, bytes_per_token: in
 def _check(config: EngineConfig) -> None:
     for field in fields(config):
         value = getattr(config, field.name)
-        if isinstance(value, int) and value < 1:
+        if type(value) is int and value < 1:
             flag = "kv-cache-memory" if field.name == "kv_cache_bytes" else field.name.replace("_", "-")
             raise UsageError(f"--{flag} {value} must be at least 1.")
     if config.max_num_batched_tokens < config.max_num_seqs:

@@ -8,25 +8,28 @@
 
     outputs = engine.generate([request, ...])      # whole answers, in the order of the requests
 
-It belongs to one thread: `async_engine` wraps it for a server. A step is three lines: schedule, run, take in.
+It belongs to one thread: `async_engine` wraps it for a server. A step is four lines: guess, schedule, run, take in.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from shardline.checkpoints.huggingface import load_decoder
+from shardline.config.errors import UsageError
 from shardline.models.decoder import Decoder
 from shardline.serving.blocks import BlockManager
 from shardline.serving.budget import MemoryBudget, make_budget
+from shardline.serving.drafts import Drafter, DraftModel, PromptLookup
 from shardline.serving.engine_config import DTYPES, EngineConfig
 from shardline.serving.errors import RequestError
 from shardline.serving.paged import KVCache
 from shardline.serving.reply import ReplyText
 from shardline.serving.requests import FinishReason, Request, RequestOutput
-from shardline.serving.runner import Runner
+from shardline.serving.runner import Computed, Runner
 from shardline.serving.sampler import Sampled, Sampler
 from shardline.serving.scheduler import Chunk, Schedule, Scheduler
 from shardline.serving.sequence import Sequence as RunningSequence
@@ -40,7 +43,15 @@ DEFAULTS = EngineConfig()
 class Engine:
     """Continuous batching of one decoder over a paged KV cache."""
 
-    def __init__(self, decoder: Decoder, tokenizer: Tokenizer, config: EngineConfig = DEFAULTS) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        tokenizer: Tokenizer,
+        config: EngineConfig = DEFAULTS,
+        *,
+        draft: Decoder | None = None,
+    ) -> None:
+        """`draft` guesses for `config.speculative = "draft"`; its vocabulary must be the decoder's."""
         self.decoder = decoder.requires_grad_(False).eval()
         self.tokenizer = tokenizer
         self.config = config
@@ -48,18 +59,21 @@ class Engine:
         self.max_model_len = self.budget.max_model_len
         self.eos_token_ids = frozenset(decoder.config.eos_token_ids) | frozenset(tokenizer.eos_token_ids)
         self.blocks = BlockManager(num_blocks=self.budget.num_blocks, block_size=config.block_size)
+        # Where angles depend on how long the sequence is by now, what was computed earlier is no one else's.
+        reusable = not decoder.config.rope.depends_on_length
         self.scheduler = Scheduler(
-            self.blocks, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens
+            self.blocks,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            prefix_caching=config.enable_prefix_caching and reusable,
         )
-        self._cache = KVCache(
-            decoder.config,
-            num_blocks=self.budget.num_blocks,
-            block_size=config.block_size,
-            dtype=next(decoder.parameters()).dtype,
-        )
+        self._cache = self._make_cache(decoder)
         in_vocabulary = [token for token in self.eos_token_ids if token < decoder.config.vocab_size]
-        self.runner = Runner(decoder, self._cache, Sampler(eos_token_ids=in_vocabulary))
+        self._sampler = Sampler(eos_token_ids=in_vocabulary)
+        self.runner = Runner(decoder, self._cache, self._sampler)
+        self._drafter = self._make_drafter(draft) if reusable else None
         self._switch_length = decoder.config.rope.switch_length
+        self.num_drafts = self.num_draft_tokens = self.num_accepted_tokens = 0
         self.last_schedule = Schedule()
         self._replies: dict[str, ReplyText] = {}
 
@@ -78,7 +92,9 @@ class Engine:
             raise RequestError(f"request_id {request.request_id!r} is in use; give each request its own.")
         num_prompt_tokens = len(request.prompt_token_ids)
         max_tokens = request.sampling.max_tokens
-        if max_tokens is None:
+        if request.pooling is not None:
+            max_tokens = 0
+        elif max_tokens is None:
             max_tokens = self.max_model_len - num_prompt_tokens
         sequence = RunningSequence(
             request,
@@ -93,21 +109,30 @@ class Engine:
     def abort(self, request_id: str) -> bool:
         """Drops a request in whatever state it is and frees its blocks; False if it is not here (any more)."""
         self._replies.pop(request_id, None)
+        if self._drafter is not None:
+            self._drafter.forget(request_id)
         return self.scheduler.remove(request_id) is not None
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets what finished requests left behind; running ones go on."""
+        self.blocks.forget_all()
 
     def step(self) -> list[RequestOutput]:
         """Computes one batch and returns what it added to each request."""
         started_s = time.monotonic()
+        self._guess()
         self.last_schedule = self.scheduler.schedule()
-        results = self.runner.run(self.last_schedule)
-        return self._take_in(results, started_s)
+        computed = self.runner.run(self.last_schedule)
+        return self._take_in(computed, started_s)
 
     def abandon_step(self) -> list[str]:
         """After a step that raised: drops the requests that were in it and returns their ids; the others go on."""
-        ids = [chunk.sequence.request_id for chunk in self.last_schedule.chunks]
-        for chunk in self.last_schedule.chunks:
-            self._cache.clear(chunk.sequence.block_table)
-        return [request_id for request_id in ids if self.abort(request_id)]
+        chunks = self.last_schedule.chunks
+        for chunk in chunks:  # what it may have written lies in blocks that no one shares
+            written = chunk.sequence.block_table[chunk.start // self.config.block_size :]
+            self.blocks.forget(written)
+            self._cache.clear(written)
+        return [chunk.sequence.request_id for chunk in chunks if self.abort(chunk.sequence.request_id)]
 
     def generate(
         self, requests: Sequence[Request], *, on_output: Callable[[RequestOutput], None] | None = None
@@ -125,38 +150,131 @@ class Engine:
                     on_output(output)
         return list(answers.values())
 
-    def _take_in(self, results: list[tuple[Chunk, Sampled | None]], started_s: float) -> list[RequestOutput]:
+    def _make_cache(self, decoder: Decoder) -> KVCache:
+        return KVCache(
+            decoder.config,
+            num_blocks=self.budget.num_blocks,
+            block_size=self.config.block_size,
+            dtype=next(decoder.parameters()).dtype,
+        )
+
+    def _make_drafter(self, draft: Decoder | None) -> Drafter | None:
+        if self.config.speculative == "ngram":
+            return PromptLookup(self.scheduler, longest=self.config.prompt_lookup_max)
+        if self.config.speculative != "draft":
+            return None
+        if draft is None:
+            raise UsageError("Speculation with a draft model needs one; pass --speculative-model FOLDER.")
+        if draft.config.vocab_size != self.decoder.config.vocab_size:
+            raise UsageError(
+                f"The draft model has {draft.config.vocab_size} tokens and the model {self.decoder.config.vocab_size}; "
+                "choose one with the same tokenizer."
+            )
+        runner = Runner(draft.requires_grad_(False).eval(), self._make_cache(draft), self._sampler)
+        return DraftModel(runner, self.scheduler)
+
+    def _guess(self) -> None:
+        """Lets the drafter guess for the sequences whose next token is all that is left to compute."""
+        if self._drafter is None:
+            return
+        running = self.scheduler.running
+        ready = [each for each in running if each.num_tokens - each.num_computed_tokens == 1]
+        self._drafter.propose(ready, self.config.num_speculative_tokens)
+
+    def _take_in(self, computed: Computed, started_s: float) -> list[RequestOutput]:
+        """Samples in waves, one place of every sequence at a time: a guess counts once the token before it is there."""
         now = time.monotonic()
-        outputs = []
-        for chunk, sampled in results:
-            sequence = chunk.sequence
-            self.scheduler.advance(chunk)
-            if sequence.timeline.scheduled_s is None:
-                sequence.timeline.scheduled_s = started_s
-            if not chunk.samples:
-                continue
-            output = self._new_output(sequence)
-            if sampled is None:
-                output.finish_reason = FinishReason.LENGTH  # max_tokens = 0: only the prompt was to be scored
-            elif not sampled.finite:
-                output.finish_reason = FinishReason.ERROR
-                output.error = "The model's logits are not finite here: its weights or this input are at fault."
-                self._cache.clear(sequence.block_table)
-            else:
-                self._take_token(sequence, sampled, output, now)
+        outputs: dict[str, RequestOutput] = {}
+        wave: list[tuple[int, Chunk]] = []
+        accepted = [0] * len(computed.chunks)
+        for index, chunk in enumerate(computed.chunks):
+            if chunk.sequence.timeline.scheduled_s is None:
+                chunk.sequence.timeline.scheduled_s = started_s
+            if chunk.samples:
+                output = outputs[chunk.sequence.request_id] = self._new_output(chunk.sequence)
+                if computed.first_row[index] is None:
+                    self._finish_prompt(chunk.sequence, output)
+                else:
+                    wave.append((index, chunk))
+        while wave:
+            rows = [(computed.first_row[index] or 0) + accepted[index] for index, _ in wave]
+            sampled = self.runner.sample(computed, rows, [chunk.sequence for _, chunk in wave])
+            following = []
+            for (index, chunk), choice in zip(wave, sampled, strict=True):
+                sequence = chunk.sequence
+                output = outputs[sequence.request_id]
+                if not choice.finite:
+                    output.finish_reason = FinishReason.ERROR
+                    output.error = "The model's logits are not finite here: its weights or this input are at fault."
+                    continue
+                self._take_token(sequence, choice, output, now)
+                guesses = sequence.draft_token_ids
+                place = accepted[index]
+                if not output.finished and place < len(guesses) and guesses[place] == choice.token_id:
+                    accepted[index] += 1
+                    following.append((index, chunk))
+            wave = following
+        for chunk, num_accepted in zip(computed.chunks, accepted, strict=True):
+            self._advance(chunk, num_accepted)
+        return self._settle(outputs)
+
+    def _advance(self, chunk: Chunk, num_accepted: int) -> None:
+        sequence = chunk.sequence
+        if chunk.num_drafts:
+            self.num_drafts += 1
+            self.num_draft_tokens += chunk.num_drafts
+            self.num_accepted_tokens += num_accepted
+        self.scheduler.advance(chunk, num_rejected=chunk.num_drafts - num_accepted)
+        sequence.draft_token_ids = []
+        if chunk.samples and sequence.num_tokens == self._switch_length:
+            # From this length on every token turns by other angles, so what is cached is computed again, as the
+            # trainer (and transformers) would.
+            sequence.num_computed_tokens = 0
+
+    def _settle(self, outputs: dict[str, RequestOutput]) -> list[RequestOutput]:
+        """Lets go of what has finished, and of what shares blocks with a sequence whose values are not finite."""
+        poisoned: set[int] = set()
+        for output in outputs.values():
+            if output.finish_reason is FinishReason.ERROR:
+                [sequence] = [each for each in self.scheduler.running if each.request_id == output.request_id]
+                poisoned.update(sequence.block_table)
+        if poisoned:
+            for request_id in self._drop(poisoned):
+                if request_id not in outputs:
+                    outputs[request_id] = RequestOutput(request_id=request_id, num_prompt_tokens=0)
+                if not outputs[request_id].finished:
+                    outputs[request_id].finish_reason = FinishReason.ERROR
+                    outputs[request_id].error = "It began like a request whose values were not finite."
+        for output in outputs.values():
             if output.finished:
-                self.abort(sequence.request_id)
-            outputs.append(output)
-        return outputs
+                self.abort(output.request_id)
+        return list(outputs.values())
+
+    def _drop(self, blocks: set[int]) -> list[str]:
+        """Ends every sequence that holds one of these blocks, and clears and forgets the blocks of all of them."""
+        dropped = self.scheduler.sharing(blocks)
+        for sequence in dropped:
+            self.blocks.forget(sequence.block_table)
+            self._cache.clear(sequence.block_table)
+        return [sequence.request_id for sequence in dropped if self.abort(sequence.request_id)]
+
+    def _finish_prompt(self, sequence: RunningSequence, output: RequestOutput) -> None:
+        """Ends a request that wanted its prompt scored, or embedded as a vector of length 1."""
+        output.finish_reason = FinishReason.LENGTH
+        if sequence.request.pooling is not None:
+            output.finish_reason = FinishReason.STOP
+            norm = math.sqrt(sum(value * value for value in sequence.pooled))
+            output.embedding = [value / norm if norm else 0.0 for value in sequence.pooled]
+            if not math.isfinite(norm):
+                output.finish_reason = FinishReason.ERROR
+                output.error = "The model's hidden states are not finite: its weights or this input are at fault."
 
     def _take_token(self, sequence: RunningSequence, sampled: Sampled, output: RequestOutput, now: float) -> None:
         params = sequence.request.sampling
         token = sampled.token_id
         sequence.token_ids.append(token)
-        if sequence.num_tokens == self._switch_length:
-            # From this length on every token turns by other angles, so what is cached is computed again, as the
-            # trainer (and transformers) would.
-            sequence.num_computed_tokens = 0
+        if sequence.request.grammar is not None:
+            sequence.request.grammar.accept(token)
         output.num_output_tokens = sequence.num_output_tokens
         timeline = sequence.timeline
         if timeline.last_token_s is not None:
@@ -175,7 +293,7 @@ class Engine:
         elif may_stop and token in self.eos_token_ids and not params.ignore_eos:
             output.finish_reason = FinishReason.STOP
         else:
-            output.text = reply.append(token, may_stop=may_stop)
+            output.text += reply.append(token, may_stop=may_stop)
             if reply.stop is not None:
                 output.finish_reason, output.stop_reason = FinishReason.STOP, reply.stop
             elif sequence.num_output_tokens >= sequence.max_output_tokens:
@@ -187,6 +305,7 @@ class Engine:
         output = RequestOutput(
             request_id=sequence.request_id,
             num_prompt_tokens=sequence.num_prompt_tokens,
+            num_cached_tokens=sequence.num_cached_tokens or 0,
             timeline=sequence.timeline,
         )
         if sequence.num_output_tokens == 0:
@@ -217,6 +336,8 @@ def _check_fits(request: Request, *, max_model_len: int, vocab_size: int) -> Non
                     f"{name} has token id {token}, but the vocabulary has ids 0 to {vocab_size - 1}.", param=name
                 )
     least = 1 if params.max_tokens is None else params.max_tokens
+    if request.pooling is not None:
+        least = 0
     if len(prompt) + least <= max_model_len:
         return
     if len(prompt) + min(least, 1) > max_model_len:

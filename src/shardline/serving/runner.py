@@ -1,4 +1,7 @@
-"""Turns a schedule into tensors, runs the decoder once, and samples.
+"""Turns a schedule into tensors and runs the decoder once; samples from what came of it.
+
+    computed = runner.run(schedule)
+    sampled = runner.sample(computed.logits_RV[rows], sequences)
 
 All rows of a step go through the decoder together. Python lists become one array each, an array becomes one tensor:
 no tensor is made per token or per request. The head runs only on the rows whose logits someone needs.
@@ -6,6 +9,8 @@ no tensor is made per token or per request. The head runs only on the rows whose
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
 from itertools import chain
 
 import numpy as np
@@ -17,11 +22,26 @@ from shardline.serving.blocks import PADDING_BLOCK
 from shardline.serving.paged import DecodeGroup, KVCache, PagedAttention, PrefillChunk, StepInputs
 from shardline.serving.sampler import Sampled, Sampler, top_logprobs
 from shardline.serving.scheduler import Chunk, Schedule
+from shardline.serving.sequence import Sequence
 
-__all__ = ["Runner"]
+__all__ = ["Computed", "Runner"]
 
 HEAD_ROWS = 256  # prompt positions scored at a time: logits of a whole prompt could be gigabytes
 MAX_PADDING = 2.0  # decode rows padded to more than this many times their length start a group of their own
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Computed:
+    """What a step computed.
+
+    chunks      in the order of the rows
+    first_row   chunk -> row of `logits_RV` of its last known token; those of its guesses follow. None: no logits
+    logits_RV   fp32
+    """
+
+    chunks: list[Chunk]
+    first_row: list[int | None] = field(default_factory=list)
+    logits_RV: Tensor | None = None
 
 
 class Runner:
@@ -33,12 +53,43 @@ class Runner:
         self._sampler = sampler
 
     @torch.inference_mode()
-    def run(self, schedule: Schedule) -> list[tuple[Chunk, Sampled | None]]:
-        """Computes the schedule's chunks; returns each with what was sampled, None where nothing was to be.
-
-        Log-probabilities of prompt tokens are added to their sequences.
-        """
+    def run(self, schedule: Schedule) -> Computed:
+        """Computes the schedule's chunks. Log-probabilities of prompt tokens and pooled states go to the sequences."""
         chunks = sorted(schedule.chunks, key=_decodes_first)
+        x_TD, last_rows = self._hidden(chunks)
+        for chunk, last_row in zip(chunks, last_rows, strict=True):
+            request = chunk.sequence.request
+            if request.sampling.prompt_logprobs is not None:
+                self._score_prompt(chunk, x_TD[last_row + 1 - chunk.num_tokens : last_row + 1])
+            if request.pooling is not None:
+                _pool(chunk, x_TD[last_row + 1 - chunk.num_tokens : last_row + 1])
+        rows: list[int] = []
+        first_row: list[int | None] = []
+        for chunk, last_row in zip(chunks, last_rows, strict=True):
+            wanted = chunk.samples and chunk.sequence.max_output_tokens > 0
+            first_row.append(len(rows) if wanted else None)
+            if wanted:
+                rows.extend(range(last_row - chunk.num_drafts, last_row + 1))
+        logits_RV = self._decoder.head(x_TD.index_select(0, torch.tensor(rows))).float() if rows else None
+        return Computed(chunks=chunks, first_row=first_row, logits_RV=logits_RV)
+
+    @torch.inference_mode()
+    def sample(self, computed: Computed, rows: Items[int], sequences: list[Sequence]) -> list[Sampled]:
+        """Returns one choice for each of these rows of logits; row and sequence belong together."""
+        assert computed.logits_RV is not None
+        return self._sampler.sample(computed.logits_RV[list(rows)], sequences)
+
+    @torch.inference_mode()
+    def greedy(self, chunks: Items[Chunk]) -> list[int]:
+        """Computes chunks and returns the likeliest token after each."""
+        ordered = sorted(chunks, key=_decodes_first)
+        x_TD, last_rows = self._hidden(ordered)
+        tokens = self._decoder.head(x_TD[last_rows]).argmax(-1).tolist()
+        by_request = {chunk.sequence.request_id: token for chunk, token in zip(ordered, tokens, strict=True)}
+        return [by_request[chunk.sequence.request_id] for chunk in chunks]
+
+    def _hidden(self, chunks: list[Chunk]) -> tuple[Tensor, list[int]]:
+        """Returns what the head reads, [T, D], and the last row of each chunk; decode chunks must come first."""
         inputs, last_rows = self._prepare(chunks)
         x_TD = self._decoder.hidden_states(
             inputs.tokens_T.unsqueeze(0),
@@ -46,24 +97,13 @@ class Runner:
             lengths_BT=None if inputs.lengths_T is None else inputs.lengths_T.unsqueeze(0),
             attention=PagedAttention(self._cache, inputs),
         )[0]
-        for chunk, last_row in zip(chunks, last_rows, strict=True):
-            if chunk.sequence.request.sampling.prompt_logprobs is not None:
-                self._score_prompt(chunk, x_TD[last_row + 1 - chunk.num_tokens : last_row + 1])
-        sampling = [i for i, chunk in enumerate(chunks) if chunk.samples and chunk.sequence.max_output_tokens > 0]
-        results: list[Sampled | None] = [None] * len(chunks)
-        if sampling:
-            rows_R = torch.tensor([last_rows[i] for i in sampling])
-            logits_RV = self._decoder.head(x_TD.index_select(0, rows_R)).float()
-            drawn = self._sampler.sample(logits_RV, [chunks[i].sequence for i in sampling])
-            for i, sampled in zip(sampling, drawn, strict=True):
-                results[i] = sampled
-        return list(zip(chunks, results, strict=True))
+        return x_TD, last_rows
 
     def _prepare(self, chunks: list[Chunk]) -> tuple[StepInputs, list[int]]:
         """Returns the step's tensors and the last row of each chunk; decode chunks come first."""
         block_size = self._cache.block_size
         num_decodes = sum(chunk.num_tokens == 1 for chunk in chunks)
-        tokens = list(chain.from_iterable(c.sequence.token_ids[c.start : c.start + c.num_tokens] for c in chunks))
+        tokens = list(chain.from_iterable(chunk.sequence.tokens(chunk.start, chunk.num_tokens) for chunk in chunks))
         positions = np.empty(len(tokens), dtype=np.int64)
         slots = np.empty(len(tokens), dtype=np.int64)
         for row, chunk in enumerate(chunks[:num_decodes]):
@@ -117,6 +157,18 @@ class Runner:
             chosen = logprobs_RV.gather(1, torch.tensor(targets).unsqueeze(1)).squeeze(1)
             sequence.prompt_logprobs.extend(chosen.tolist())
             sequence.prompt_top_logprobs.extend(top_logprobs(logprobs_RV, num_alternatives))
+
+
+def _pool(chunk: Chunk, x_TD: Tensor) -> None:
+    """Takes a chunk's hidden states into the sequence's vector: their sum for the mean, or the last one."""
+    sequence = chunk.sequence
+    if sequence.request.pooling == "last":
+        sequence.pooled = x_TD[-1].tolist()
+        return
+    total_D = x_TD.double().sum(0)
+    if chunk.start > 0:  # a sequence that was preempted starts again
+        total_D += torch.tensor(sequence.pooled, dtype=torch.float64)
+    sequence.pooled = total_D.tolist()
 
 
 def _decodes_first(chunk: Chunk) -> tuple[bool, int]:
