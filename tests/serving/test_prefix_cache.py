@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +12,19 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from serving.tiny_models import ScriptedTokens, dense_logprobs, make_decoder, make_engine, make_request, tiny_config
+from serving.tiny_models import (
+    ScriptedTokens,
+    dense_logprobs,
+    make_decoder,
+    make_engine,
+    make_request,
+    save_tiny_folder,
+    tiny_config,
+)
+from shardline.config import ShardlineError
+from shardline.models.attention import DenseAttention
 from shardline.serving.blocks import BlockManager
-from shardline.serving.engine import Engine
+from shardline.serving.engine import Engine, load_engine
 from shardline.serving.requests import FinishReason, Request, RequestOutput, SamplingParams
 from shardline.serving.runner import Runner
 from shardline.serving.scheduler import Chunk, Scheduler
@@ -386,8 +397,6 @@ def test_one_prompt_embeds_to_the_same_vector_whole_or_in_chunks():
             assert answer.finish_reason is FinishReason.STOP
             vectors.append(torch.tensor(answer.embedding))
         tokens_BT = torch.tensor([list(SYSTEM.encode())])
-        from shardline.models.attention import DenseAttention
-
         with torch.no_grad():
             x_TD = decoder.hidden_states(
                 tokens_BT, positions_BT=torch.arange(tokens_BT.shape[1])[None], attention=DenseAttention()
@@ -406,3 +415,19 @@ def test_the_more_urgent_runs_first_and_the_least_urgent_gives_way():
     while engine.has_unfinished:
         order += [output.request_id for output in engine.step() if output.finished]
     assert order == ["sooner", "soon", "soon too", "late"]
+
+
+def test_reloaded_weights_answer_for_themselves(tmp_path: Path):
+    """lmdeploy#4917: a beginning that the old weights computed is not used for the new ones."""
+    folder, other = save_tiny_folder(tmp_path / "a"), save_tiny_folder(tmp_path / "b", num_layers=2, sliding_windows=())
+    old = make_decoder(tiny_config(byte_tokenizer()), seed=5)
+    engine = make_engine(old)
+    request = make_request("a", SYSTEM, ignore_eos=True)
+    before = answers_of(engine, [request])[0].token_ids
+    with pytest.raises(ShardlineError, match="num_layers"):
+        engine.reload(other)
+    assert answers_of(engine, [request])[0].token_ids == before
+    engine.reload(folder)
+    [after] = answers_of(engine, [request])
+    assert after.num_cached_tokens == 0
+    assert after.token_ids == load_engine(folder, engine.config).generate([request])[0].token_ids != before

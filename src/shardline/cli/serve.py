@@ -59,6 +59,22 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kv-cache-memory", type=float, metavar="GIB", help="memory for the KV cache, in GiB")
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32", help="weights and KV cache (default fp32)")
     parser.add_argument(
+        "--enable-prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="keep the KV blocks of finished requests for later ones that begin alike (default: on)",
+    )
+    parser.add_argument(
+        "--speculative",
+        choices=["none", "ngram", "draft"],
+        default="none",
+        help="guess tokens and check them in one step: ngram looks in the text so far, draft asks a smaller model",
+    )
+    parser.add_argument("--speculative-model", metavar="FOLDER", help="the smaller model of --speculative draft")
+    parser.add_argument(
+        "--num-speculative-tokens", type=int, default=4, metavar="N", help="tokens guessed at a time (default 4)"
+    )
+    parser.add_argument(
         "--generation-config",
         choices=["auto", "none"],
         default="auto",
@@ -77,6 +93,10 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         block_size=args.block_size,
         kv_cache_bytes=None if args.kv_cache_memory is None else int(args.kv_cache_memory * GIB),
         dtype=args.dtype,
+        enable_prefix_caching=args.enable_prefix_caching,
+        speculative=args.speculative,
+        speculative_model=args.speculative_model,
+        num_speculative_tokens=args.num_speculative_tokens,
     )
 
 

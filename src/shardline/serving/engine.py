@@ -16,10 +16,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
 
+import torch
+
 from shardline.checkpoints.huggingface import load_decoder
-from shardline.config.errors import UsageError
+from shardline.checkpoints.native import find_model_folder
+from shardline.config.errors import ShardlineError, UsageError
 from shardline.models.decoder import Decoder
 from shardline.serving.blocks import BlockManager
 from shardline.serving.budget import MemoryBudget, make_budget
@@ -35,7 +39,7 @@ from shardline.serving.scheduler import Chunk, Schedule, Scheduler
 from shardline.serving.sequence import Sequence as RunningSequence
 from shardline.text.tokenizer import Tokenizer
 
-__all__ = ["DTYPES", "Engine", "EngineConfig", "load_engine"]
+__all__ = ["DTYPES", "Engine", "EngineConfig", "load_draft", "load_engine"]
 
 DEFAULTS = EngineConfig()
 
@@ -116,6 +120,30 @@ class Engine:
     def reset_prefix_cache(self) -> None:
         """Forgets what finished requests left behind; running ones go on."""
         self.blocks.forget_all()
+
+    def reload(self, folder: str | Path) -> None:
+        """Serves the weights of another folder of the same shape, in the memory of the present ones.
+
+        Nothing may be running. Raises `ShardlineError` where the folder is another model's, and then nothing changed.
+        """
+        assert not self.has_unfinished, "requests are running"
+        fresh = load_decoder(find_model_folder(folder), dtype=DTYPES[self.config.dtype])
+        if fresh.config != self.decoder.config:
+            names = [
+                field.name
+                for field in fields(fresh.config)
+                if getattr(fresh.config, field.name) != getattr(self.decoder.config, field.name)
+            ]
+            raise ShardlineError(
+                f"{folder} holds another model than the one being served ({', '.join(names)} differ); "
+                "start a server for it."
+            )
+        with torch.no_grad():
+            for (_, ours), (_, theirs) in zip(
+                sorted(self.decoder.named_parameters()), sorted(fresh.named_parameters()), strict=True
+            ):
+                ours.copy_(theirs)
+        self.reset_prefix_cache()
 
     def step(self) -> list[RequestOutput]:
         """Computes one batch and returns what it added to each request."""
@@ -317,7 +345,14 @@ class Engine:
 def load_engine(folder: str | Path, config: EngineConfig = DEFAULTS) -> Engine:
     """Opens a Hugging Face folder; raises `ShardlineError` with one sentence where it can't be served."""
     decoder = load_decoder(folder, dtype=DTYPES[config.dtype])
-    return Engine(decoder, Tokenizer.load(folder), config)
+    return Engine(decoder, Tokenizer.load(folder), config, draft=load_draft(config))
+
+
+def load_draft(config: EngineConfig) -> Decoder | None:
+    """Returns the model that guesses, where there is one."""
+    if config.speculative != "draft" or config.speculative_model is None:
+        return None
+    return load_decoder(find_model_folder(config.speculative_model), dtype=DTYPES[config.dtype])
 
 
 def _check_fits(request: Request, *, max_model_len: int, vocab_size: int) -> None:

@@ -23,6 +23,7 @@ class EngineConfig:
     kv_cache_bytes          None: enough for max_num_seqs requests of full length, within half of the free memory
     enable_prefix_caching   keep the blocks of finished requests for later ones that begin alike
     speculative             ngram: guess what followed the last tokens before; draft: let a smaller model guess
+    speculative_model       folder of the smaller model
     num_speculative_tokens  guessed tokens that one step checks
     prompt_lookup_max       tokens that ngram looks for, at most; fewer where nothing is found
     """
@@ -36,5 +37,6 @@ class EngineConfig:
     dtype: Literal["fp32", "bf16"] = "fp32"
     enable_prefix_caching: bool = True
     speculative: Literal["none", "ngram", "draft"] = "none"
+    speculative_model: str | None = None
     num_speculative_tokens: int = 4
     prompt_lookup_max: int = 4

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from shardline.checkpoints.huggingface import load_decoder, read_generation_config
 from shardline.checkpoints.native import find_model_folder
-from shardline.serving.engine import DTYPES, Engine, EngineConfig
+from shardline.serving.engine import DTYPES, Engine, EngineConfig, load_draft
 from shardline.serving.protocol import read_defaults
 from shardline.serving.requests import Request, SamplingParams
 from shardline.text.tokenizer import Tokenizer
@@ -58,7 +58,7 @@ def open_engine(
     done("tokenizer")
     decoder = load_decoder(folder, dtype=DTYPES[config.dtype])
     done("weights")
-    engine = Engine(decoder, tokenizer, config)
+    engine = Engine(decoder, tokenizer, config, draft=load_draft(config))
     done("kv cache")
     engine.generate([Request(request_id="warm-up", prompt_token_ids=(0,), sampling=SamplingParams(max_tokens=1))])
     done("warm-up")
