@@ -95,6 +95,11 @@ class Scheduler:
         sequence.running = False
         return sequence
 
+    def preempt_all(self) -> None:
+        """Sends every running sequence back to wait with what it knows; nothing that is computed is kept."""
+        while self.running:
+            self._preempt(self.running.pop())
+
     def sharing(self, blocks: set[int]) -> list[Sequence]:
         """Returns the sequences whose tables name any of these blocks."""
         return [sequence for sequence in self.running if not blocks.isdisjoint(sequence.block_table)]
