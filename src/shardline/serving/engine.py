@@ -85,6 +85,10 @@ class Engine:
     def has_unfinished(self) -> bool:
         return self.scheduler.has_unfinished
 
+    @property
+    def kv_cache(self) -> KVCache:
+        return self._cache
+
     def check(self, request: Request) -> None:
         """Raises `RequestError` where this engine can't run the request. Reads constants only: any thread may call."""
         _check_fits(request, max_model_len=self.max_model_len, vocab_size=self.decoder.config.vocab_size)
@@ -126,7 +130,7 @@ class Engine:
 
         Nothing may be running. Raises `ShardlineError` where the folder is another model's, and then nothing changed.
         """
-        assert not self.has_unfinished, "requests are running"
+        assert not self.scheduler.running, "requests are running"
         fresh = load_decoder(find_model_folder(folder), dtype=DTYPES[self.config.dtype])
         if fresh.config != self.decoder.config:
             names = [
