@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from serving.conftest import LocalServer, local_server
-from serving.tiny_models import SCRIPTS, ScriptedTokens, make_engine
+from serving.tiny_models import SCRIPTS, ScriptedTokens, make_engine, make_request
 from shardline.serving.client import stream_chat
 from shardline.serving.engine import Engine
 from shardline.serving.runner import Runner
@@ -260,8 +260,15 @@ class FailingRunner:
         return getattr(self.runner, name)
 
 
-def failing_server(failing: range) -> Any:
+def warm_engine() -> Engine:
+    """An engine that has computed a token, so that the server's thread does not begin with one."""
     engine = make_engine()
+    engine.generate([make_request("warm-up", "x", max_tokens=1)])
+    return engine
+
+
+def failing_server(failing: range) -> Any:
+    engine = warm_engine()
     engine.runner = FailingRunner(engine.runner, failing)  # type: ignore[assignment]
     return local_server(engine)
 
@@ -286,8 +293,8 @@ def test_a_failing_step_answers_whole_requests_with_an_error_object():
 
 def test_an_engine_that_keeps_failing_is_dead_and_says_so():
     with failing_server(range(1, 100)) as server:
-        for _ in range(3):
-            assert call(server.url, "/v1/chat/completions", CHAT)[0] == 500
+        statuses = [call(server.url, "/v1/chat/completions", CHAT)[0] for _ in range(3)]
+        assert statuses == [500, 500, 503]  # the third failure in a row is the engine's end
         wait_for(lambda: server.async_engine.health() is not None)
         for path in ("/health", "/ready"):
             status, body = call_json(server.url, path)
@@ -297,7 +304,7 @@ def test_an_engine_that_keeps_failing_is_dead_and_says_so():
 
 
 def test_a_step_that_hangs_turns_health_to_503():
-    engine = make_engine()
+    engine = warm_engine()
     let_go = threading.Event()
     step = engine.step
 

@@ -33,6 +33,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--api-key", action="append", default=[], metavar="KEY", help="key that clients must send; may be repeated"
     )
+    parser.add_argument(
+        "--admin-key", metavar="KEY", help="key for /admin/reload, /admin/sleep and /admin/wake (default: they are off)"
+    )
+    parser.add_argument(
+        "--allow-origin",
+        action="append",
+        default=[],
+        metavar="ORIGIN",
+        help="let web pages of this origin call the API; may be repeated (default: none may)",
+    )
     add_engine_arguments(parser)
     parser.add_argument(
         "--max-num-waiting",
@@ -42,6 +52,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--step-timeout", type=float, default=300.0, metavar="S", help="seconds before /health calls a step hung"
+    )
+    parser.add_argument(
+        "--request-timeout", type=float, metavar="S", help="seconds that a reply may take (default: no limit)"
+    )
+    parser.add_argument(
+        "--max-stored-responses",
+        type=int,
+        default=1000,
+        metavar="N",
+        help="replies of /v1/responses kept in memory (default 1000)",
     )
     parser.add_argument(
         "--drain-timeout", type=int, default=30, metavar="S", help="seconds that requests get to finish on SIGTERM"
@@ -104,6 +124,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """Serves until it is stopped. Returns {}: under --json the one object was printed when it was ready."""
     started_s = time.monotonic()
     console = make_console(json_mode=args.json)
+    _check_limits(args)
     if is_hub_name(args.folder):
         own_name, _ = hub_name(args.folder)
     elif Path(args.folder).is_dir():
@@ -124,10 +145,15 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             opened.engine,
             ServerConfig(
                 model_name=model_name,
+                folder=args.folder,
                 defaults=opened.defaults,
                 api_keys=tuple(args.api_key),
+                admin_key=args.admin_key,
+                allow_origins=tuple(args.allow_origin),
                 max_num_waiting=args.max_num_waiting,
+                max_stored_responses=args.max_stored_responses,
                 step_timeout_s=args.step_timeout,
+                request_timeout_s=args.request_timeout,
             ),
         )
         for line in opened.lines(imports_s=imports_s):
@@ -151,3 +177,13 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
         serve(app, listener, host=args.host, on_ready=announce, drain_timeout_s=args.drain_timeout)
     return {}
+
+
+def _check_limits(args: argparse.Namespace) -> None:
+    if args.request_timeout is not None and args.request_timeout <= 0:
+        raise UsageError(
+            f"--request-timeout {args.request_timeout:g} must be greater than 0; leave it out for no limit."
+        )
+    for flag, value in (("admin-key", [args.admin_key]), ("api-key", args.api_key)):
+        if any(key is not None and not key.strip() for key in value):
+            raise UsageError(f"--{flag} is empty; pass a key, or leave the flag out.")

@@ -21,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 from shardline.config.errors import UsageError
 from shardline.serving.async_engine import Answers, AsyncEngine
 from shardline.serving.disconnect import ClientGoneError, while_connected
-from shardline.serving.errors import GenerationFailedError, RequestError
+from shardline.serving.errors import RequestError
 from shardline.serving.openai_format import ChatFormat, CompletionFormat, error_body, usage_of
 from shardline.serving.protocol import (
     ChatBody,
@@ -182,7 +182,7 @@ def _with_seed(sampling: SamplingParams, sample: int) -> SamplingParams:
 
 
 async def _collect(answers: Answers, requests: list[Request]) -> list[RequestOutput]:
-    """Returns the whole answers; raises `GenerationFailedError` when one of them failed."""
+    """Returns the whole answers; raises `ServingError` when one of them failed."""
     whole = {
         request.request_id: RequestOutput(
             request_id=request.request_id, num_prompt_tokens=len(request.prompt_token_ids)
@@ -191,7 +191,7 @@ async def _collect(answers: Answers, requests: list[Request]) -> list[RequestOut
     }
     async for output in answers:
         if output.finish_reason is FinishReason.ERROR:
-            raise GenerationFailedError(output.error or "The engine failed this request.")
+            raise answers.failure(output)
         whole[output.request_id].extend(output)
     return list(whole.values())
 

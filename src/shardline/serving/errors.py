@@ -3,11 +3,16 @@
 ShardlineError
  +-- ServingError                    HTTP status
       +-- RequestError               400   the client can mend it; `param` names the field (also a UsageError)
-      |    +-- ModelNotFoundError    404
+      |    +-- NotFoundError         404
+      |    |    +-- ModelNotFoundError
       |    +-- BodyTooLargeError     413
+      |    +-- ConflictError         409   not in the server's present state
       +-- OverloadedError            429   the waiting queue is full: try again later
       +-- GenerationFailedError      500   the engine failed this request
-      +-- EngineDeadError            503   the engine has stopped for good
+      +-- RequestTimeoutError        504   the reply took longer than the server allows
+      +-- UnavailableError           503   not now
+           +-- AsleepError                 the server sleeps: try again later
+           +-- EngineDeadError             the engine has stopped for good
 """
 
 from __future__ import annotations
@@ -15,13 +20,18 @@ from __future__ import annotations
 from shardline.config.errors import ShardlineError, UsageError
 
 __all__ = [
+    "AsleepError",
     "BodyTooLargeError",
+    "ConflictError",
     "EngineDeadError",
     "GenerationFailedError",
     "ModelNotFoundError",
+    "NotFoundError",
     "OverloadedError",
     "RequestError",
+    "RequestTimeoutError",
     "ServingError",
+    "UnavailableError",
 ]
 
 
@@ -29,6 +39,7 @@ class ServingError(ShardlineError):
     """Base: `kind` and `code` are OpenAI's `type` and `code`, `param` the field at fault where there is one."""
 
     status = 500
+    retry_after_s: int | None = None  # said to the client where waiting helps
     kind = "server_error"
     code: str | None = None
 
@@ -46,10 +57,16 @@ class RequestError(ServingError, UsageError):
     kind = "invalid_request_error"
 
 
-class ModelNotFoundError(RequestError):
-    """A model that is not served here."""
+class NotFoundError(RequestError):
+    """Something that is not here (any more)."""
 
     status = 404
+    code = "not_found"
+
+
+class ModelNotFoundError(NotFoundError):
+    """A model that is not served here."""
+
     code = "model_not_found"
 
 
@@ -60,20 +77,47 @@ class BodyTooLargeError(RequestError):
     code = "request_too_large"
 
 
+class ConflictError(RequestError):
+    """A request that the server's present state does not allow."""
+
+    status = 409
+    code = "conflict"
+
+
 class OverloadedError(ServingError):
     """The waiting queue is full."""
 
     status = 429
     kind = "rate_limit_error"
     code = "queue_full"
+    retry_after_s = 1
 
 
 class GenerationFailedError(ServingError):
     """The engine failed this request."""
 
 
-class EngineDeadError(ServingError):
-    """The engine has stopped for good."""
+class RequestTimeoutError(ServingError):
+    """The reply took longer than the server allows."""
+
+    status = 504
+    code = "request_timeout"
+
+
+class UnavailableError(ServingError):
+    """The server can't answer now."""
 
     status = 503
+
+
+class AsleepError(UnavailableError):
+    """The server sleeps: its memory is given back."""
+
+    code = "asleep"
+    retry_after_s = 5
+
+
+class EngineDeadError(UnavailableError):
+    """The engine has stopped for good."""
+
     code = "engine_unhealthy"

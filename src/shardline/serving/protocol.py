@@ -132,7 +132,7 @@ class DetokenizeBody(msgspec.Struct, kw_only=True):
     tokens: list[int]
 
 
-Body = TypeVar("Body", SamplingBody, CompletionBody, ChatBody, TokenizeBody, DetokenizeBody)
+Body = TypeVar("Body", bound=msgspec.Struct)
 
 
 def read_body(data: bytes, kind: type[Body]) -> tuple[Body, list[str]]:
