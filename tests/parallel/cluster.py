@@ -17,12 +17,19 @@ from shardline.parallel.heartbeat import Beat, read_beat
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
-# Python imports this at its start. In the rank and step that FAULT names, training then sleeps, or fails.
+# Python imports this at its start. In the rank and step that FAULT names, training then sleeps, or fails; a rank that
+# halts is stopped when it first writes its part of a checkpoint.
 _SITE = """
 import os
 
-fault = os.environ.get("FAULT", "").split()  # "sleep RANK STEP SECONDS" or "crash RANK STEP"
-if fault and os.environ.get("RANK") == fault[1]:
+fault = os.environ.get("FAULT", "").split()  # "sleep RANK STEP SECONDS", "crash RANK STEP" or "halt RANK"
+if fault and fault[0] == "halt" and os.environ.get("RANK") == fault[1]:
+    import signal
+
+    from shardline.checkpoints import native
+
+    native._write_state = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
+elif fault and os.environ.get("RANK") == fault[1]:
     import time
 
     from shardline.training.trainer import Trainer

@@ -37,6 +37,19 @@ def test_a_stopped_rank_ends_the_run_within_the_limit(cluster):
     assert processes_of(str(cluster.file)) == []
 
 
+def test_a_rank_that_stops_in_a_save_ends_the_run(cluster):
+    """Files take as long as they take, so a save's collectives have no limit; a heartbeat that stands still has one."""
+    process = cluster.start(cluster.ours(), fault="halt 1")
+    output, _ = process.communicate(timeout=90)
+    assert process.returncode == 1, output
+    messages = [line for line in output.splitlines() if line.startswith("shardline train:")]
+    assert len(messages) == 1, output
+    assert re.search(
+        r"Rank 0 waited \d+ s for rank 1 in save of step 2\. Rank 1 \(.*\) is stopped by a signal", messages[0]
+    )
+    assert processes_of(str(cluster.file)) == []
+
+
 @pytest.mark.parametrize("dead", [0, 1])
 def test_a_killed_rank_is_named_at_once(dead, cluster):
     cluster.write(steps=3000)

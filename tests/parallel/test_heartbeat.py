@@ -164,7 +164,7 @@ def test_a_stalled_rank_explains_itself_where_no_exception_will_come(tmp_path, c
     late.start(tmp_path, run_id="now")
     heartbeat.mark("step")
     heartbeat.enter("all-reduce")
-    heartbeat.start(tmp_path, run_id="now", watch=_Watch(heartbeat, num_ranks=2, explain_after_s=0.5))
+    heartbeat.start(tmp_path, run_id="now", watch=_Watch(heartbeat, num_ranks=2, timeout_s=60, explain_after_s=0.5))
     wait_for(lambda: find_failures(tmp_path))
     heartbeat.close("done")
     late.close("done")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -165,7 +166,7 @@ def test_a_machine_is_lost_and_replaced(machines, one_machine):
     power_off(processes[1])
     replacement = third.start(cluster, *words)
     output, _ = finish([processes[0], replacement])
-    assert f"Rank 0 waited {LIMIT_S} s for rank 1 in " in output
+    assert re.search(r"Rank 0 waited \d+ s for rank 1 in ", output)  # longer where it waited in a save
     assert f"Rank 1 (process {beat.pid} on {second.name}) is silent for " in output
     assert "resumed from" in output
     np.testing.assert_allclose(cluster.losses(), expected, rtol=1e-5)

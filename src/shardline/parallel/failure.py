@@ -38,6 +38,7 @@ _SILENT_S = 3 * EVERY_S  # a rank whose heartbeat is older than this is stopped,
 _NOTICE_S = 5.0  # how long a rank may work on after another has told why the run fails
 _FAILED = "failed"
 _EVIDENCE_S = _SILENT_S + EVERY_S  # how long a rank looks for the reason after its connection broke
+_MARGIN_S = 4.0  # what a collective with a limit of its own gets to fail by itself
 
 
 class HangError(ShardlineError):
@@ -67,7 +68,7 @@ def watch_ranks(world: World, folder: Path, *, timeout_s: float) -> Iterator[Non
     heartbeat = world.heartbeat
     # On CUDA torch ends the process itself, and no exception comes.
     limit_s = timeout_s - min(10.0, timeout_s / 4) if world.device.type == "cuda" else None
-    watch = _Watch(heartbeat, num_ranks=world.size, explain_after_s=limit_s)
+    watch = _Watch(heartbeat, num_ranks=world.size, timeout_s=timeout_s, explain_after_s=limit_s)
     heartbeat.start(folder, run_id=run_id, watch=watch)
     try:
         yield
@@ -155,6 +156,7 @@ def diagnose(
     waited_s: float | None,
     alive: Collection[int] = (),
     patient: bool = False,
+    blames_late: bool = True,
 ) -> str | None:
     """Returns the sentences about the ranks that did not come, or None where the heartbeats accuse none.
 
@@ -163,8 +165,10 @@ def diagnose(
     waited_s  how long it waited; None for a connection that broke
     alive     ranks whose heartbeat was seen to change, whatever their machine's clock says
     patient   the other ranks have had the time to fail as well: one that still works is the one they waited for
+    blames_late  whether a rank that is alive may be the one
     """
-    accused = _accused(beats, own=own, now=now, waited=waited_s is not None, alive=alive, patient=patient)
+    late = blames_late and waited_s is not None
+    accused = _accused(beats, own=own, now=now, waited=late, alive=alive, patient=patient)
     if not accused:
         return None
     names = f"rank{'s' if len(accused) > 1 else ''} {', '.join(map(str, accused))}"
@@ -274,27 +278,55 @@ class _Watch:
     """What the heartbeat's thread looks after, beside a main thread that may be stuck.
 
     Ends the process where another rank has told why the run fails and ours does not notice: no launcher then needs to
-    wait for it. With `explain_after_s` also explains a wait, shortly before NCCL's own watchdog aborts the process.
+    wait for it. Ends it too where it waits for a rank whose heartbeat stands still for the time limit: a save has no
+    limit of its own, since files take as long as they take, and would wait for a lost machine for hours. With
+    `explain_after_s` also explains a wait, shortly before NCCL's own watchdog aborts the process.
     """
 
-    def __init__(self, heartbeat: Heartbeat, *, num_ranks: int, explain_after_s: float | None) -> None:
+    def __init__(
+        self, heartbeat: Heartbeat, *, num_ranks: int, timeout_s: float, explain_after_s: float | None
+    ) -> None:
         self._heartbeat, self._num_ranks, self._explain_after_s = heartbeat, num_ranks, explain_after_s
+        self._timeout_s = max(timeout_s, _SILENT_S)
         self._failed_at: float | None = None
+        self._moved: dict[int, tuple[float, float]] = {}  # rank -> (time of its last beat, our clock when it was new)
+        self._looked_at = 0.0
 
     def __call__(self, own: Beat) -> None:
         assert self._heartbeat.folder is not None
         path = _failure_path(self._heartbeat.folder, own.run)
+        waited_s = own.time - own.since
         if path.exists():
             self._failed_at = self._failed_at or time.monotonic()
             if time.monotonic() - self._failed_at > _NOTICE_S and not self._heartbeat.ending:
                 failure = read_failure(path)
                 os._exit(failure.exit_code if failure else 1)
-        elif self._explain_after_s is not None and own.time - own.since > self._explain_after_s:
-            self._explain(self._heartbeat.folder, own)
+        elif self._explain_after_s is not None and waited_s > self._explain_after_s:
+            self._explain(self._heartbeat.folder, own, blames_late=True)
+        elif waited_s > _SILENT_S and not self._heartbeat.ending:
+            self._look_for_the_lost(self._heartbeat.folder, own, waited_s=waited_s)
+        else:
+            self._moved.clear()
 
-    def _explain(self, folder: Path, own: Beat) -> None:
+    def _look_for_the_lost(self, folder: Path, own: Beat, *, waited_s: float) -> None:
+        """Notes which heartbeats move, by our own clock; of many ranks each looks seldom."""
+        now = time.monotonic()
+        if now - self._looked_at < self._timeout_s / 4:
+            return
+        self._looked_at = now
+        for rank in range(self._num_ranks):
+            beat = read_beat(folder, rank, run_id=own.run)
+            if beat is not None and (rank not in self._moved or self._moved[rank][0] != beat.time):
+                self._moved[rank] = beat.time, now
+        still = {rank for rank, (_, moved_at) in self._moved.items() if now - moved_at > self._timeout_s}
+        if waited_s > self._timeout_s + _MARGIN_S and still - {own.rank}:
+            alive = [rank for rank in range(self._num_ranks) if rank not in still]
+            self._explain(folder, own, blames_late=False, alive=alive)
+
+    def _explain(self, folder: Path, own: Beat, *, blames_late: bool, alive: Collection[int] = ()) -> None:
         beats = [read_beat(folder, rank, run_id=own.run) for rank in range(self._num_ranks)]
-        found = diagnose(beats, own=own, now=own.time, waited_s=own.time - own.since)
+        waited_s = own.time - own.since
+        found = diagnose(beats, own=own, now=own.time, waited_s=waited_s, alive=alive, blames_late=blames_late)
         if found is not None and _claim(folder, HangError(found), heartbeat=self._heartbeat):
             print(f"shardline train: {found}", file=sys.stderr, flush=True)
 
