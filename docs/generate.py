@@ -1,4 +1,4 @@
-"""Writes the generated pages of the manual: docs/config.md and docs/cli.md. `make docs` runs it.
+"""Writes the generated pages of the manual: config.md, cli.md and the dashboard grafana.json. `make docs` runs it.
 
 python docs/generate.py            # write
 python docs/generate.py --check    # exit code 1 when a page is out of date
@@ -7,6 +7,7 @@ python docs/generate.py --check    # exit code 1 when a page is out of date
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import subprocess
 import sys
@@ -16,6 +17,8 @@ from shardline.cli.main import VERBS
 from shardline.config import RunConfig, iter_fields
 from shardline.models.presets import preset, preset_names
 from shardline.planning.parameters import count_parameters
+from shardline.serving.dashboard import make_dashboard
+from shardline.serving.metrics import Metrics
 
 HERE = Path(__file__).parent
 
@@ -58,9 +61,14 @@ def cli_page() -> str:
     return "\n".join(lines)
 
 
+def dashboard_page() -> str:
+    return json.dumps(make_dashboard(Metrics("any").registry), indent=1) + "\n"
+
+
 def main() -> int:
     stale = []
-    for name, page in (("config.md", config_page()), ("cli.md", cli_page())):
+    pages = {"config.md": config_page(), "cli.md": cli_page(), "grafana.json": dashboard_page()}
+    for name, page in pages.items():
         path = HERE / name
         if path.exists() and path.read_text(encoding="utf-8") == page:
             continue
