@@ -29,6 +29,7 @@ VERBS = {
     "inspect": "say what is in a model folder, and what of it breaks elsewhere",
     "serve": "serve a model folder over an OpenAI-compatible HTTP API",
     "chat": "talk to a model folder in the terminal",
+    "batch": "answer a file of requests in OpenAI's batch format",
     "demo": "run the whole line on this machine and print what it proved",
     "config": "show the resolved config or its JSON schema",
 }
