@@ -1,6 +1,27 @@
 """The numeric ops that the decoder is made of, behind one interface per op, so that a backend can be swapped."""
 
+from shardline.kernels.activation import ACTIVATIONS, soft_cap
 from shardline.kernels.attention import attention, causal_mask
+from shardline.kernels.fixed_attention import fixed_attention, fixed_document_attention
+from shardline.kernels.invariance import batch_invariant, is_batch_invariant, proven_sizes, rowwise
+from shardline.kernels.linear import Embedding, Linear, PackedWeight, embedding, linear
 from shardline.kernels.norm import rms_norm
 
-__all__ = ["attention", "causal_mask", "rms_norm"]
+__all__ = [
+    "ACTIVATIONS",
+    "Embedding",
+    "Linear",
+    "PackedWeight",
+    "attention",
+    "batch_invariant",
+    "causal_mask",
+    "embedding",
+    "fixed_attention",
+    "fixed_document_attention",
+    "is_batch_invariant",
+    "linear",
+    "proven_sizes",
+    "rms_norm",
+    "rowwise",
+    "soft_cap",
+]

@@ -9,12 +9,12 @@ Shapes: B batch, T tokens, D hidden, N query heads, K key/value heads, H head si
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from shardline.kernels import attention, causal_mask
+from shardline.kernels import Linear, attention, causal_mask, fixed_document_attention, is_batch_invariant
 from shardline.models.config import DecoderConfig
 from shardline.models.norm import make_norm
 from shardline.models.positions import alibi_slopes, rotate
@@ -36,6 +36,16 @@ class AttentionSpec:
     window: int | None = None
     softcap: float | None = None
     alibi_slopes: Tensor | None = None
+
+    @property
+    def kernel_arguments(self) -> dict[str, Any]:
+        """What the batch-invariant kernels are told of it."""
+        return {
+            "scale": self.scale,
+            "window": self.window,
+            "softcap": self.softcap,
+            "slopes_N": self.alibi_slopes,
+        }
 
 
 class Attention(Protocol):
@@ -75,6 +85,10 @@ class DenseAttention:
         *,
         spec: AttentionSpec,
     ) -> Tensor:
+        if is_batch_invariant():
+            return fixed_document_attention(
+                q_BTNH, k_BTKH, v_BTKH, documents_BT=self._documents_BT, **spec.kernel_arguments
+            )
         length = q_BTNH.shape[1]
         mask_BTS = self.mask(spec, length=length, device=q_BTNH.device)
         if mask_BTS is None:
@@ -121,10 +135,10 @@ class SelfAttention(nn.Module):
             alibi_slopes=alibi_slopes(config.num_heads) if config.position == "alibi" else None,
         )
         num_q, num_kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, num_q, bias=config.qkv_bias)
-        self.k_proj = nn.Linear(config.hidden_size, num_kv, bias=config.qkv_bias)
-        self.v_proj = nn.Linear(config.hidden_size, num_kv, bias=config.qkv_bias)
-        self.o_proj = nn.Linear(num_q, config.hidden_size, bias=config.o_bias)
+        self.q_proj = Linear(config.hidden_size, num_q, bias=config.qkv_bias)
+        self.k_proj = Linear(config.hidden_size, num_kv, bias=config.qkv_bias)
+        self.v_proj = Linear(config.hidden_size, num_kv, bias=config.qkv_bias)
+        self.o_proj = Linear(num_q, config.hidden_size, bias=config.o_bias)
         if config.qk_norm:
             self.q_norm = make_norm(config, config.head_dim)
             self.k_norm = make_norm(config, config.head_dim)

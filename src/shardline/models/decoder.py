@@ -13,9 +13,9 @@ import hashlib
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardline.kernels import Embedding, Linear, linear, soft_cap
 from shardline.models.attention import Attention, SelfAttention
 from shardline.models.config import DecoderConfig
 from shardline.models.feedforward import BalanceLoss, MixtureOfExperts, make_feedforward
@@ -68,14 +68,14 @@ class _Trunk(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         width, hidden = config.embedding_width, config.hidden_size
-        self.embed_tokens = nn.Embedding(config.vocab_size, width)
+        self.embed_tokens = Embedding(config.vocab_size, width)
         if config.position == "learned":
-            self.embed_positions = nn.Embedding(config.max_position_embeddings + config.position_offset, hidden)
+            self.embed_positions = Embedding(config.max_position_embeddings + config.position_offset, hidden)
         if config.embedding_norm:
             self.embed_norm = make_norm(config, width)
         if width != hidden:
-            self.project_in = nn.Linear(width, hidden, bias=False)
-            self.project_out = nn.Linear(hidden, width, bias=False)
+            self.project_in = Linear(width, hidden, bias=False)
+            self.project_out = Linear(hidden, width, bias=False)
         self.layers = nn.ModuleList(DecoderLayer(config, layer=layer) for layer in range(config.num_layers))
         if config.final_norm:
             self.norm = make_norm(config, hidden)
@@ -92,7 +92,7 @@ class Decoder(nn.Module):
         self.config = config
         self.model = _Trunk(config)
         if not config.tie_word_embeddings:
-            self.lm_head = nn.Linear(config.embedding_width, config.vocab_size, bias=config.head_bias)
+            self.lm_head = Linear(config.embedding_width, config.vocab_size, bias=config.head_bias)
         self._ropes = {
             rope: Rope(rope, head_dim=config.head_dim, max_position_embeddings=config.max_position_embeddings)
             for rope in {config.rope_of(layer) for layer in range(config.num_layers)}
@@ -167,10 +167,7 @@ class Decoder(nn.Module):
 
     def head(self, x: Tensor) -> Tensor:
         """Returns logits [..., V] of what `hidden_states` gave."""
-        logits = F.linear(x, self.head_weight, self.head_bias)
-        if self.config.final_softcap is None:
-            return logits
-        return self.config.final_softcap * torch.tanh(logits / self.config.final_softcap)
+        return soft_cap(linear(x, self.head_weight, self.head_bias), self.config.final_softcap)
 
     @property
     def head_weight(self) -> Tensor:

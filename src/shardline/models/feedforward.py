@@ -5,28 +5,15 @@ Shapes: D hidden, F inner, E experts, K experts a token.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardline.models.config import Activation, DecoderConfig
+from shardline.kernels import ACTIVATIONS, Linear, linear
+from shardline.models.config import DecoderConfig
 
 __all__ = ["BalanceLoss", "Experts", "FeedForward", "MixtureOfExperts", "make_feedforward"]
-
-
-def _gelu_tanh(x: Tensor) -> Tensor:
-    return F.gelu(x, approximate="tanh")
-
-
-_ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": _gelu_tanh,
-    "relu": F.relu,
-}
 
 
 class FeedForward(nn.Module):
@@ -34,12 +21,12 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: DecoderConfig, *, size: int) -> None:
         super().__init__()
-        self._activation = _ACTIVATIONS[config.activation]
+        self._activation = ACTIVATIONS[config.activation]
         self._gated = config.gated
         if config.gated:
-            self.gate_proj = nn.Linear(config.hidden_size, size, bias=config.mlp_bias)
-        self.up_proj = nn.Linear(config.hidden_size, size, bias=config.mlp_bias)
-        self.down_proj = nn.Linear(size, config.hidden_size, bias=config.mlp_bias)
+            self.gate_proj = Linear(config.hidden_size, size, bias=config.mlp_bias)
+        self.up_proj = Linear(config.hidden_size, size, bias=config.mlp_bias)
+        self.down_proj = Linear(size, config.hidden_size, bias=config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         if self._gated:
@@ -105,13 +92,13 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         self._top_k = config.experts_per_token
         self._normalize = config.normalize_expert_weights
-        self.router = nn.Linear(config.hidden_size, config.num_experts, bias=False)
+        self.router = Linear(config.hidden_size, config.num_experts, bias=False)
         self.experts = Experts(FeedForward(config, size=config.expert_size) for _ in range(config.num_experts))
 
     def forward(self, x_BTD: Tensor, balance: BalanceLoss | None = None) -> Tensor:
         x_TD = x_BTD.flatten(0, -2)
         with torch.autocast(x_TD.device.type, enabled=False):  # it would take the product down to bf16
-            probabilities_TE = F.linear(x_TD.float(), self.router.weight.float()).softmax(-1)
+            probabilities_TE = linear(x_TD.float(), self.router.weight.float()).softmax(-1)
         weights_TK, experts_TK = probabilities_TE.topk(self._top_k, dim=-1)
         if self._normalize:
             weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)

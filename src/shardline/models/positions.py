@@ -11,6 +11,7 @@ import math
 import torch
 from torch import Tensor
 
+from shardline.kernels import rowwise
 from shardline.models.config import RopeConfig
 
 __all__ = ["Rope", "alibi_slopes", "inverse_frequencies", "rotate"]
@@ -57,7 +58,7 @@ class Rope:
         frequencies, scale = self._cache[key]
         angles = positions_BT.unsqueeze(-1).float() * frequencies
         angles = torch.cat((angles, angles), dim=-1)
-        return angles.cos() * scale, angles.sin() * scale
+        return rowwise(torch.cos, angles) * scale, rowwise(torch.sin, angles) * scale
 
     def _length_class(self, length: int) -> int:
         """All lengths with the same frequencies share one number."""

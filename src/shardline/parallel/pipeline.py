@@ -57,7 +57,8 @@ class _WeightGradients:
         for name, child in module.named_modules():
             if isinstance(child, RowParallelLinear):
                 child.multiply = self._product(f"{name}.weight")
-            elif type(child) is nn.Linear and not name.endswith("lm_head"):  # the loss reads the head's weight itself
+            # The loss reads the head's weight itself.
+            elif isinstance(child, nn.Linear) and not name.endswith("lm_head"):
                 child.forward = _linear(child, self._product(f"{name}.weight"))  # type: ignore[method-assign]
 
     def take(self) -> list[_Product]:

@@ -12,9 +12,11 @@ from dataclasses import dataclass, fields
 
 from shardline.config.errors import InfeasibleError, UsageError
 from shardline.hardware.probe import probe
+from shardline.kernels import PackedWeight
 from shardline.models.decoder import Decoder
 from shardline.serving.engine_config import EngineConfig
 from shardline.serving.paged import kv_bytes_per_token
+from shardline.serving.tensor_parallel import TensorParallelDecoder, local_config
 
 __all__ = ["MemoryBudget", "make_budget"]
 
@@ -59,7 +61,7 @@ class MemoryBudget:
         ]
 
 
-def make_budget(decoder: Decoder, config: EngineConfig) -> MemoryBudget:
+def make_budget(decoder: Decoder | TensorParallelDecoder, config: EngineConfig) -> MemoryBudget:
     """Returns the budget; raises `UsageError` or `InfeasibleError` where the flags can't be met."""
     _check(config)
     longest = decoder.config.max_position_embeddings
@@ -69,7 +71,8 @@ def make_budget(decoder: Decoder, config: EngineConfig) -> MemoryBudget:
             f"use at most --max-model-len {longest}."
         )
     wanted_len = config.max_model_len or longest
-    bytes_per_token = kv_bytes_per_token(decoder.config, next(decoder.parameters()).dtype)
+    kv_dtype = config.kv_dtype(next(decoder.parameters()).dtype)
+    bytes_per_token = kv_bytes_per_token(local_config(decoder.config, config.tensor_parallel_size), kv_dtype)
     num_blocks, num_blocks_reason = _choose_blocks(config, wanted_len, bytes_per_token)
     max_model_len, max_model_len_reason = wanted_len, "the model's own limit"
     if config.max_model_len is not None:
@@ -82,10 +85,10 @@ def make_budget(decoder: Decoder, config: EngineConfig) -> MemoryBudget:
         raise InfeasibleError(
             f"One request of --max-model-len {max_model_len} needs {max_model_len} tokens x {bytes_per_token:,} "
             f"bytes = {_size(needed)} of KV cache, but there is room for {room} tokens "
-            f"({num_blocks_reason}). Lower --max-model-len, raise --kv-cache-memory, or use --dtype bf16."
+            f"({num_blocks_reason}). Lower --max-model-len, raise --kv-cache-memory, or use --kv-cache-dtype int8."
         )
     return MemoryBudget(
-        weights_bytes=sum(parameter.nbytes for parameter in decoder.parameters()),
+        weights_bytes=weights_bytes(decoder),
         bytes_per_token=bytes_per_token,
         block_size=config.block_size,
         num_blocks=num_blocks,
@@ -95,6 +98,12 @@ def make_budget(decoder: Decoder, config: EngineConfig) -> MemoryBudget:
     )
 
 
+def weights_bytes(decoder: Decoder | TensorParallelDecoder) -> int:
+    """Returns the bytes of all weights, quantised ones as they are stored."""
+    packed = sum(module.num_bytes for module in decoder.modules() if isinstance(module, PackedWeight))
+    return packed + sum(parameter.nbytes for parameter in decoder.parameters())
+
+
 def _choose_blocks(config: EngineConfig, max_model_len: int, bytes_per_token: int) -> tuple[int, str]:
     bytes_per_block = bytes_per_token * config.block_size
     useful = -(-max_model_len // config.block_size) * config.max_num_seqs
@@ -102,7 +111,7 @@ def _choose_blocks(config: EngineConfig, max_model_len: int, bytes_per_token: in
         return config.num_blocks, "as asked"
     if config.kv_cache_bytes is not None:
         return config.kv_cache_bytes // bytes_per_block, "as asked"
-    free_bytes = probe().memory_available_bytes
+    free_bytes = probe().memory_available_bytes // config.tensor_parallel_size
     affordable = int(free_bytes * SHARE_OF_FREE_MEMORY) // bytes_per_block
     if useful <= affordable:
         return useful, f"enough for {config.max_num_seqs} requests of full length"

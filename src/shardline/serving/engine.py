@@ -16,20 +16,19 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
-import torch
-
-from shardline.checkpoints.huggingface import load_decoder
-from shardline.checkpoints.native import find_model_folder
-from shardline.config.errors import ShardlineError, UsageError
+from shardline.config.errors import UsageError
+from shardline.kernels import batch_invariant
 from shardline.models.decoder import Decoder
 from shardline.serving.blocks import BlockManager
 from shardline.serving.budget import MemoryBudget, make_budget
 from shardline.serving.drafts import Drafter, DraftModel, PromptLookup
 from shardline.serving.engine_config import DTYPES, EngineConfig
 from shardline.serving.errors import RequestError
+from shardline.serving.loading import open_decoder, open_draft, replace_weights
 from shardline.serving.paged import KVCache
 from shardline.serving.reply import ReplyText
 from shardline.serving.requests import FinishReason, Request, RequestOutput
@@ -37,9 +36,10 @@ from shardline.serving.runner import Computed, Runner
 from shardline.serving.sampler import Sampled, Sampler
 from shardline.serving.scheduler import Chunk, Schedule, Scheduler
 from shardline.serving.sequence import Sequence as RunningSequence
+from shardline.serving.tensor_parallel import TensorParallelDecoder
 from shardline.text.tokenizer import Tokenizer
 
-__all__ = ["DTYPES", "Engine", "EngineConfig", "load_draft", "load_engine"]
+__all__ = ["DTYPES", "Engine", "EngineConfig", "load_engine"]
 
 DEFAULTS = EngineConfig()
 
@@ -49,7 +49,7 @@ class Engine:
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: Decoder | TensorParallelDecoder,
         tokenizer: Tokenizer,
         config: EngineConfig = DEFAULTS,
         *,
@@ -131,31 +131,17 @@ class Engine:
         Nothing may be running. Raises `ShardlineError` where the folder is another model's, and then nothing changed.
         """
         assert not self.scheduler.running, "requests are running"
-        fresh = load_decoder(find_model_folder(folder), dtype=DTYPES[self.config.dtype])
-        if fresh.config != self.decoder.config:
-            names = [
-                field.name
-                for field in fields(fresh.config)
-                if getattr(fresh.config, field.name) != getattr(self.decoder.config, field.name)
-            ]
-            raise ShardlineError(
-                f"{folder} holds another model than the one being served ({', '.join(names)} differ); "
-                "start a server for it."
-            )
-        with torch.no_grad():
-            for (_, ours), (_, theirs) in zip(
-                sorted(self.decoder.named_parameters()), sorted(fresh.named_parameters()), strict=True
-            ):
-                ours.copy_(theirs)
+        replace_weights(self.decoder, folder, self.config)
         self.reset_prefix_cache()
 
     def step(self) -> list[RequestOutput]:
         """Computes one batch and returns what it added to each request."""
         started_s = time.monotonic()
-        self._guess()
-        self.last_schedule = self.scheduler.schedule()
-        computed = self.runner.run(self.last_schedule)
-        return self._take_in(computed, started_s)
+        with batch_invariant() if self.config.batch_invariant else nullcontext():
+            self._guess()
+            self.last_schedule = self.scheduler.schedule()
+            computed = self.runner.run(self.last_schedule)
+            return self._take_in(computed, started_s)
 
     def abandon_step(self) -> list[str]:
         """After a step that raised: drops the requests that were in it and returns their ids; the others go on."""
@@ -182,12 +168,17 @@ class Engine:
                     on_output(output)
         return list(answers.values())
 
-    def _make_cache(self, decoder: Decoder) -> KVCache:
-        return KVCache(
-            decoder.config,
+    def _make_cache(self, decoder: Decoder | TensorParallelDecoder) -> KVCache:
+        dtype = next(decoder.parameters()).dtype
+        if isinstance(decoder, TensorParallelDecoder):
+            make: Callable[..., KVCache] = decoder.make_cache
+        else:
+            make = partial(KVCache, decoder.config)
+        return make(
             num_blocks=self.budget.num_blocks,
             block_size=self.config.block_size,
-            dtype=next(decoder.parameters()).dtype,
+            dtype=self.config.kv_dtype(dtype),
+            compute_dtype=dtype,
         )
 
     def _make_drafter(self, draft: Decoder | None) -> Drafter | None:
@@ -348,15 +339,7 @@ class Engine:
 
 def load_engine(folder: str | Path, config: EngineConfig = DEFAULTS) -> Engine:
     """Opens a Hugging Face folder; raises `ShardlineError` with one sentence where it can't be served."""
-    decoder = load_decoder(folder, dtype=DTYPES[config.dtype])
-    return Engine(decoder, Tokenizer.load(folder), config, draft=load_draft(config))
-
-
-def load_draft(config: EngineConfig) -> Decoder | None:
-    """Returns the model that guesses, where there is one."""
-    if config.speculative != "draft" or config.speculative_model is None:
-        return None
-    return load_decoder(find_model_folder(config.speculative_model), dtype=DTYPES[config.dtype])
+    return Engine(open_decoder(folder, config), Tokenizer.load(folder), config, draft=open_draft(config))
 
 
 def _check_fits(request: Request, *, max_model_len: int, vocab_size: int) -> None:

@@ -21,11 +21,15 @@ class EngineConfig:
     max_num_batched_tokens  tokens of one step, and so how long a running reply waits for someone else's prompt
     num_blocks              blocks of the KV cache; None: from kv_cache_bytes
     kv_cache_bytes          None: enough for max_num_seqs requests of full length, within half of the free memory
+    tensor_parallel_size    processes that share the model
     enable_prefix_caching   keep the blocks of finished requests for later ones that begin alike
     speculative             ngram: guess what followed the last tokens before; draft: let a smaller model guess
     speculative_model       folder of the smaller model
     num_speculative_tokens  guessed tokens that one step checks
     prompt_lookup_max       tokens that ngram looks for, at most; fewer where nothing is found
+    batch_invariant         a request's log-probabilities have the same bits whatever shares its batch
+    quantization            weights of the linear maps in 8 bits (a scale each row) or 4 (one each group of 32)
+    kv_cache_dtype          of stored keys and values; auto: that of the weights; int8 has a scale each token and head
     """
 
     max_model_len: int | None = None
@@ -35,8 +39,16 @@ class EngineConfig:
     num_blocks: int | None = None
     kv_cache_bytes: int | None = None
     dtype: Literal["fp32", "bf16"] = "fp32"
+    tensor_parallel_size: int = 1
     enable_prefix_caching: bool = True
     speculative: Literal["none", "ngram", "draft"] = "none"
     speculative_model: str | None = None
     num_speculative_tokens: int = 4
     prompt_lookup_max: int = 4
+    batch_invariant: bool = False
+    quantization: Literal["none", "int8", "int4"] = "none"
+    kv_cache_dtype: Literal["auto", "fp32", "bf16", "int8"] = "auto"
+
+    def kv_dtype(self, compute_dtype: torch.dtype) -> torch.dtype:
+        """Returns the dtype that keys and values are stored in, for a model that computes in `compute_dtype`."""
+        return {**DTYPES, "int8": torch.int8, "auto": compute_dtype}[self.kv_cache_dtype]

@@ -18,45 +18,102 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardline.kernels import attention, causal_mask
+from shardline.kernels import attention, causal_mask, fixed_attention, is_batch_invariant
 from shardline.models.attention import AttentionSpec
 from shardline.models.config import DecoderConfig
+
+SCALE_DTYPE = torch.float32  # of an int8 cache: 4 bytes a head beside its 64 or 128 values
 
 __all__ = ["DecodeGroup", "KVCache", "PagedAttention", "PrefillChunk", "StepInputs", "kv_bytes_per_token"]
 
 
 def kv_bytes_per_token(config: DecoderConfig, dtype: torch.dtype) -> int:
-    """Returns the bytes of one token's keys and values over all layers."""
-    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
+    """Returns the bytes of one token's keys and values over all layers; int8 has a scale for each head beside."""
+    scale_bytes = SCALE_DTYPE.itemsize if dtype == torch.int8 else 0
+    return 2 * config.num_layers * config.num_kv_heads * (config.head_dim * dtype.itemsize + scale_bytes)
 
 
 class KVCache:
-    """Keys and values of all layers, allocated once; block 0 pads tables and stays zero."""
+    """Keys and values of all layers, allocated once; block 0 pads tables and stays zero.
 
-    def __init__(self, config: DecoderConfig, *, num_blocks: int, block_size: int, dtype: torch.dtype) -> None:
+    dtype           what is stored: a floating-point type, or int8 with one scale for each token and head
+    compute_dtype   what `read` returns; None: what is stored
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        *,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        compute_dtype: torch.dtype | None = None,
+    ) -> None:
         shape = (config.num_layers, num_blocks + 1, block_size, config.num_kv_heads, config.head_dim)
         self.block_size = block_size
-        keys, values = _lazy_zeros(shape, dtype), _lazy_zeros(shape, dtype)
-        self.keys = list(keys.unbind(0))
-        self.values = list(values.unbind(0))
-        self._key_slots = [layer.flatten(0, 1) for layer in self.keys]
-        self._value_slots = [layer.flatten(0, 1) for layer in self.values]
+        self._compute_dtype = compute_dtype or dtype
+        self._keys, self._values = (_Layers(shape, dtype) for _ in range(2))
+
+    @property
+    def keys(self) -> list[Tensor]:
+        """What is stored, a tensor a layer: [block, offset, K, H]."""
+        return self._keys.blocks
+
+    @property
+    def values(self) -> list[Tensor]:
+        """As `keys`."""
+        return self._values.blocks
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether what is read differs from what was written."""
+        return self._keys.dtype != self._compute_dtype
 
     def write(self, layer: int, slots_T: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> None:
         """Stores each token's key and value in its slot (block * block_size + offset)."""
-        self._key_slots[layer].index_copy_(0, slots_T, k_TKH)
-        self._value_slots[layer].index_copy_(0, slots_T, v_TKH)
+        self._keys.write(layer, slots_T, k_TKH)
+        self._values.write(layer, slots_T, v_TKH)
 
     def read(self, layer: int, blocks: Tensor) -> tuple[Tensor, Tensor]:
         """Returns k_SKH and v_SKH of the blocks, one after the other."""
         return (
-            self.keys[layer].index_select(0, blocks).flatten(0, 1),
-            self.values[layer].index_select(0, blocks).flatten(0, 1),
+            self._keys.read(layer, blocks, self._compute_dtype),
+            self._values.read(layer, blocks, self._compute_dtype),
         )
 
     def clear(self, blocks: list[int]) -> None:
         """Zeroes blocks that may hold values that are not finite: masked out, they would still poison a sum."""
-        for layer in (*self.keys, *self.values):
+        for each in (self._keys, self._values):
+            each.clear(blocks)
+
+
+class _Layers:
+    """The keys or the values of all layers, [layer][block, offset, K, H]."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.blocks = list(_lazy_zeros(shape, dtype).unbind(0))
+        self._slots = [layer.flatten(0, 1) for layer in self.blocks]
+        self._scale_blocks: list[Tensor] = []
+        if dtype == torch.int8:
+            self._scale_blocks = list(_lazy_zeros((*shape[:-1], 1), SCALE_DTYPE).unbind(0))
+            self._scale_slots = [layer.flatten(0, 1) for layer in self._scale_blocks]
+
+    def write(self, layer: int, slots_T: Tensor, x_TKH: Tensor) -> None:
+        if self._scale_blocks:
+            scale_TK1 = x_TKH.float().abs().amax(-1, keepdim=True) / 127
+            self._scale_slots[layer].index_copy_(0, slots_T, scale_TK1)
+            x_TKH = (x_TKH / scale_TK1.clamp(min=torch.finfo(SCALE_DTYPE).tiny)).round().clamp(-127, 127)
+        self._slots[layer].index_copy_(0, slots_T, x_TKH.to(self.dtype))
+
+    def read(self, layer: int, blocks: Tensor, dtype: torch.dtype) -> Tensor:
+        x_SKH = self.blocks[layer].index_select(0, blocks).flatten(0, 1).to(dtype)
+        if self._scale_blocks:
+            x_SKH = x_SKH * self._scale_blocks[layer].index_select(0, blocks).flatten(0, 1)
+        return x_SKH.to(dtype)
+
+    def clear(self, blocks: list[int]) -> None:
+        for layer in (*self.blocks, *self._scale_blocks):
             layer[blocks] = 0
 
 
@@ -105,14 +162,14 @@ class PagedAttention:
 
     def __init__(self, cache: KVCache, inputs: StepInputs) -> None:
         self._cache = cache
-        self._inputs = inputs
+        self.inputs = inputs
         self._masks: dict[tuple[int, int | None], Tensor] = {}
 
     def __call__(self, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, *, spec: AttentionSpec) -> Tensor:
         """Writes the step's keys and values, then returns o_BTNH; B is 1, T all rows of the step."""
-        self._cache.write(spec.layer, self._inputs.slots_T, k_BTKH[0], v_BTKH[0])
-        outputs = [self._decode(group, q_BTNH[0], spec) for group in self._inputs.decodes]
-        outputs += [self._prefill(chunk, q_BTNH, k_BTKH, v_BTKH, spec) for chunk in self._inputs.prefills]
+        self._cache.write(spec.layer, self.inputs.slots_T, k_BTKH[0], v_BTKH[0])
+        outputs = [self._decode(group, q_BTNH[0], spec) for group in self.inputs.decodes]
+        outputs += [self._prefill(chunk, q_BTNH, k_BTKH, v_BTKH, spec) for chunk in self.inputs.prefills]
         o_TNH = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return o_TNH.unsqueeze(0)
 
@@ -121,6 +178,9 @@ class PagedAttention:
         num_rows, num_kv_heads, head_dim = group.size, k_SKH.shape[1], k_SKH.shape[2]
         k_BSKH, v_BSKH = k_SKH.unflatten(0, (num_rows, -1)), v_SKH.unflatten(0, (num_rows, -1))
         rows = q_TNH[group.first : group.first + num_rows]
+        if is_batch_invariant():
+            first_B = torch.tensor(group.lengths) - 1
+            return fixed_attention(rows.unsqueeze(1), k_BSKH, v_BSKH, first_B=first_B, **spec.kernel_arguments)[:, 0]
         if spec.alibi_slopes is not None:  # a bias for each query head: they stay heads
             mask_B1S = self._decode_mask(group, k_BSKH.shape[1], spec.window)
             distance_B1S = torch.tensor(group.lengths).view(-1, 1, 1) - 1 - torch.arange(k_BSKH.shape[1])
@@ -150,11 +210,15 @@ class PagedAttention:
         rows = slice(chunk.first, chunk.first + chunk.size)
         q_BTNH = q_BTNH[:, rows]
         end = chunk.start + chunk.size
-        if chunk.start == 0:  # everything it sees is in this step
+        if chunk.start == 0 and not self._cache.is_lossy:  # everything it sees is in this step
             k_BSKH, v_BSKH = k_BTKH[:, rows], v_BTKH[:, rows]
         else:
             k_SKH, v_SKH = self._cache.read(spec.layer, chunk.table)
             k_BSKH, v_BSKH = k_SKH[:end].unsqueeze(0), v_SKH[:end].unsqueeze(0)
+        if is_batch_invariant():
+            return fixed_attention(
+                q_BTNH, k_BSKH, v_BSKH, first_B=torch.tensor([chunk.start]), **spec.kernel_arguments
+            )[0]
         whole = chunk.start == 0 and (spec.window is None or spec.window >= end)
         if whole and spec.alibi_slopes is None:
             return attention(q_BTNH, k_BSKH, v_BSKH, causal=True, scale=spec.scale, softcap=spec.softcap)[0]

@@ -17,12 +17,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shardline.kernels import is_batch_invariant
 from shardline.models.decoder import Decoder
 from shardline.serving.blocks import PADDING_BLOCK
 from shardline.serving.paged import DecodeGroup, KVCache, PagedAttention, PrefillChunk, StepInputs
 from shardline.serving.sampler import Sampled, Sampler, top_logprobs
 from shardline.serving.scheduler import Chunk, Schedule
 from shardline.serving.sequence import Sequence
+from shardline.serving.tensor_parallel import TensorParallelDecoder
 
 __all__ = ["Computed", "Runner"]
 
@@ -47,7 +49,7 @@ class Computed:
 class Runner:
     """Runs steps of one decoder over one KV cache."""
 
-    def __init__(self, decoder: Decoder, cache: KVCache, sampler: Sampler) -> None:
+    def __init__(self, decoder: Decoder | TensorParallelDecoder, cache: KVCache, sampler: Sampler) -> None:
         self._decoder = decoder
         self._cache = cache
         self._sampler = sampler
@@ -77,7 +79,11 @@ class Runner:
     def sample(self, computed: Computed, rows: Items[int], sequences: list[Sequence]) -> list[Sampled]:
         """Returns one choice for each of these rows of logits; row and sequence belong together."""
         assert computed.logits_RV is not None
-        return self._sampler.sample(computed.logits_RV[list(rows)], sequences)
+        logits_RV = computed.logits_RV[list(rows)]
+        if is_batch_invariant():  # how many candidates a row is drawn from depends on the others'
+            alone = zip(logits_RV.split(1), sequences, strict=True)
+            return [choice for row_1V, sequence in alone for choice in self._sampler.sample(row_1V, [sequence])]
+        return self._sampler.sample(logits_RV, sequences)
 
     @torch.inference_mode()
     def greedy(self, chunks: Items[Chunk]) -> list[int]:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn import LinearCrossEntropyOptions
 
+from shardline.kernels import is_batch_invariant
 from shardline.models.attention import DenseAttention
 from shardline.models.decoder import Decoder, DecoderLayer
 from shardline.models.feedforward import BalanceLoss
@@ -90,6 +91,8 @@ class LanguageModelLoss(nn.Module):
                 tensor.leave(x_BTD).flatten(0, 1), targets_BT.flatten(), ignored=IGNORED, chunk_rows=_CHUNK_ROWS
             )
         x_RD, targets_R = x_BTD.flatten(0, 1), targets_BT.flatten()
+        if is_batch_invariant():
+            return self._fixed_order_sum(x_RD, targets_R)
         if config.final_softcap is None and _is_fp32(x_RD):
             return F.linear_cross_entropy(
                 x_RD,
@@ -111,6 +114,15 @@ class LanguageModelLoss(nn.Module):
             ignored=IGNORED,
             chunk_rows=_CHUNK_ROWS,
         )
+
+    def _fixed_order_sum(self, x_RD: Tensor, targets_R: Tensor) -> Tensor:
+        """The sum over the log-probabilities that serving in the same mode gives, bit for bit."""
+        total = torch.zeros((), dtype=torch.float64, device=x_RD.device)
+        for x, targets in zip(x_RD.split(_CHUNK_ROWS), targets_R.split(_CHUNK_ROWS), strict=True):
+            valid = targets != IGNORED
+            logprobs = self.decoder.head(x[valid]).float().log_softmax(-1)
+            total = total - logprobs.gather(1, targets[valid].unsqueeze(1)).double().sum()
+        return total.float()
 
     def _lengths(self, positions_BT: Tensor, documents_BT: Tensor | None) -> Tensor:
         if documents_BT is None:
