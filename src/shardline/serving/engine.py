@@ -73,7 +73,9 @@ class Engine:
         )
         self._cache = self._make_cache(decoder)
         in_vocabulary = [token for token in self.eos_token_ids if token < decoder.config.vocab_size]
-        self._sampler = Sampler(eos_token_ids=in_vocabulary)
+        self._sampler = Sampler(
+            eos_token_ids=in_vocabulary, encode=tokenizer.encode, logprobs_mode=config.logprobs_mode
+        )
         self.runner = Runner(decoder, self._cache, self._sampler)
         self._drafter = self._make_drafter(draft) if reusable else None
         self._switch_length = decoder.config.rope.switch_length
@@ -226,6 +228,10 @@ class Engine:
             for (index, chunk), choice in zip(wave, sampled, strict=True):
                 sequence = chunk.sequence
                 output = outputs[sequence.request_id]
+                if choice.error is not None:
+                    output.finish_reason = FinishReason.ERROR
+                    output.error, output.error_param = str(choice.error), choice.error.param
+                    continue
                 if not choice.finite:
                     output.finish_reason = FinishReason.ERROR
                     output.error = "The model's logits are not finite here: its weights or this input are at fault."
@@ -258,7 +264,7 @@ class Engine:
         """Lets go of what has finished, and of what shares blocks with a sequence whose values are not finite."""
         poisoned: set[int] = set()
         for output in outputs.values():
-            if output.finish_reason is FinishReason.ERROR:
+            if output.finish_reason is FinishReason.ERROR and output.error_param is None:
                 [sequence] = [each for each in self.scheduler.running if each.request_id == output.request_id]
                 poisoned.update(sequence.block_table)
         if poisoned:
@@ -351,8 +357,15 @@ def _check_fits(request: Request, *, max_model_len: int, vocab_size: int) -> Non
         raise RequestError(
             f"The prompt has token id {outside[0]}, but the vocabulary has ids 0 to {vocab_size - 1}.", param="prompt"
         )
-    for name in ("stop_token_ids", "logit_bias"):
-        for token in getattr(params, name):
+    if params.n != 1:
+        raise RequestError(f"n = {params.n}: an engine's request is one sample; add one for each.", param="n")
+    if params.structured_outputs is not None and request.grammar is None:
+        raise RequestError(
+            "structured_outputs must be compiled for the engine: GrammarCompiler makes Request.grammar of it.",
+            param="structured_outputs",
+        )
+    for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
+        for token in getattr(params, name) or ():
             if not 0 <= token < vocab_size:
                 raise RequestError(
                     f"{name} has token id {token}, but the vocabulary has ids 0 to {vocab_size - 1}.", param=name

@@ -27,6 +27,7 @@ class EngineConfig:
     speculative_model       folder of the smaller model
     num_speculative_tokens  guessed tokens that one step checks
     prompt_lookup_max       tokens that ngram looks for, at most; fewer where nothing is found
+    logprobs_mode           raw: log-probabilities of the model; processed: of what tokens are drawn from
     batch_invariant         a request's log-probabilities have the same bits whatever shares its batch
     quantization            weights of the linear maps in 8 bits (a scale each row) or 4 (one each group of 32)
     kv_cache_dtype          of stored keys and values; auto: that of the weights; int8 has a scale each token and head
@@ -45,6 +46,7 @@ class EngineConfig:
     speculative_model: str | None = None
     num_speculative_tokens: int = 4
     prompt_lookup_max: int = 4
+    logprobs_mode: Literal["raw", "processed"] = "raw"
     batch_invariant: bool = False
     quantization: Literal["none", "int8", "int4"] = "none"
     kv_cache_dtype: Literal["auto", "fp32", "bf16", "int8"] = "auto"

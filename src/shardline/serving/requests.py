@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from shardline.serving.errors import RequestError
 
@@ -29,12 +29,15 @@ __all__ = [
     "RequestError",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputs",
     "Timeline",
     "TopLogprobs",
 ]
 
 MAX_LOGPROBS = 20  # alternatives a token; OpenAI's limit for chat, vLLM's default
+ALL_LOGPROBS = -1  # every token of the vocabulary; offline only
 MAX_STOPS = 64
+MAX_BAD_WORDS = 1024
 GREEDY_TEMPERATURE = 1e-5
 MIN_TEMPERATURE = 1e-2  # below it logits / temperature overflows; vLLM clamps at the same value
 
@@ -49,9 +52,50 @@ class FinishReason(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SamplingParams:
-    """How tokens are chosen and when to stop. `logprobs` are raw: of the model's log-softmax, before temperature."""
+class StructuredOutputs:
+    """What a reply must follow: exactly one of the first five. `grammar.GrammarCompiler` makes a `Grammar` of it.
 
+    json         a JSON schema, as an object or as its text
+    regex        of the whole reply; Rust's syntax, without look-around
+    choice       one of these texts
+    grammar      in Lark's or GBNF's notation, from the rule `start` or `root`
+    json_object  any JSON object
+    disable_any_whitespace  JSON without spaces and line breaks between its parts
+    """
+
+    json: Mapping[str, Any] | str | None = None
+    regex: str | None = None
+    choice: tuple[str, ...] | None = None
+    grammar: str | None = None
+    json_object: bool = False
+    disable_any_whitespace: bool = False
+
+    def __post_init__(self) -> None:
+        kinds = ("json", "regex", "choice", "grammar")
+        given = [name for name in kinds if getattr(self, name) is not None] + ["json_object"] * self.json_object
+        if len(given) != 1:
+            said = f"it has {' and '.join(given)}" if given else "it has none"
+            raise RequestError(
+                f"structured_outputs takes exactly one of {', '.join(kinds)} and json_object; {said}.",
+                param="structured_outputs",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How tokens are chosen and when to stop.
+
+    n                   samples of the prompt; the engine runs one a request, so its callers ask with `samples()`
+    allowed_token_ids   no other token is ever chosen
+    bad_words           texts that never come, neither at the start of a word nor within one
+    logprobs            None: none; k: the chosen token's and the k likeliest; -1: the whole vocabulary (not over HTTP)
+    structured_outputs  what the reply must follow; the engine itself reads `Request.grammar`, made from this
+
+    Whether log-probabilities are the model's own or those of what was sampled from is the engine's `logprobs_mode`;
+    those of the prompt are always the model's own.
+    """
+
+    n: int = 1
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0  # 0 or -1: all tokens
@@ -60,6 +104,8 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
     seed: int | None = None
     max_tokens: int | None = 16  # None: the rest of the context; 0: only score the prompt
     min_tokens: int = 0
@@ -68,10 +114,13 @@ class SamplingParams:
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
-    logprobs: int | None = None  # None: none; k: the chosen token's and the k likeliest
+    logprobs: int | None = None
     prompt_logprobs: int | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
+        if self.n < 1:
+            raise RequestError(f"n = {self.n} must be at least 1.", param="n")
         _check_range("temperature", self.temperature, low=0.0, high=100.0)
         _check_range("top_p", self.top_p, low=0.0, high=1.0, open_low=True)
         _check_range("min_p", self.min_p, low=0.0, high=1.0)
@@ -96,8 +145,20 @@ class SamplingParams:
             raise RequestError(f"stop has {len(self.stop)} strings; at most {MAX_STOPS} are allowed.", param="stop")
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
-            if value is not None and not 0 <= value <= MAX_LOGPROBS:
-                raise RequestError(f"{name} = {value} must be between 0 and {MAX_LOGPROBS}.", param=name)
+            if value is not None and value != ALL_LOGPROBS and not 0 <= value <= MAX_LOGPROBS:
+                raise RequestError(
+                    f"{name} = {value} must be between 0 and {MAX_LOGPROBS}, or {ALL_LOGPROBS} for the whole "
+                    "vocabulary.",
+                    param=name,
+                )
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise RequestError("allowed_token_ids is empty; name at least one token.", param="allowed_token_ids")
+        if any(not word.strip() for word in self.bad_words):
+            raise RequestError("bad_words holds an empty word; leave it out.", param="bad_words")
+        if len(self.bad_words) > MAX_BAD_WORDS:
+            raise RequestError(
+                f"bad_words has {len(self.bad_words)} words; at most {MAX_BAD_WORDS} are allowed.", param="bad_words"
+            )
         for token, bias in self.logit_bias.items():
             _check_range(f"logit_bias[{token}]", bias, low=-100.0, high=100.0)
 
@@ -105,16 +166,18 @@ class SamplingParams:
     def greedy(self) -> bool:
         return self.temperature < GREEDY_TEMPERATURE
 
-    @property
-    def changes_logits(self) -> bool:
-        """Whether logits are edited before the choice: biases, penalties, or a minimum length."""
-        return bool(
-            self.logit_bias
-            or self.min_tokens
-            or self.presence_penalty
-            or self.frequency_penalty
-            or self.repetition_penalty != 1.0
-        )
+    def samples(self) -> list[SamplingParams]:
+        """Returns the parameters of each of `n` samples: they must differ, and be the same again for the same seed."""
+        if self.n == 1:
+            return [self]
+        one = replace(self, n=1)
+        if self.seed is None:
+            return [one] * self.n
+        return [replace(one, seed=_wrapped(self.seed + index)) for index in range(self.n)]
+
+
+def _wrapped(seed: int) -> int:
+    return seed if seed < 2**63 else seed - 2**64
 
 
 def _check_range(name: str, value: float, *, low: float, high: float, open_low: bool = False) -> None:
@@ -129,15 +192,20 @@ Pooling = Literal["mean", "last"]
 
 
 class Grammar(Protocol):
-    """What a reply must follow, and where in it the reply is: the state of one request."""
+    """What a reply must follow, and where in it the reply is: the state of one request. Nothing here raises."""
 
     @property
     def finished(self) -> bool:
         """Whether only the end of the text may follow."""
         ...
 
-    def mask(self) -> Tensor:
-        """Returns the tokens that may come next, boolean [V]."""
+    @property
+    def error(self) -> str | None:
+        """Why it can't go on: its request fails with this sentence."""
+        ...
+
+    def fill(self, mask_W: Tensor) -> None:
+        """Writes which tokens may come next into `mask_W`, int32 [ceil(V / 32)]: bit t % 32 of word t // 32."""
         ...
 
     def accept(self, token_id: int) -> None:
@@ -201,6 +269,7 @@ class RequestOutput:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop string or the stop token that ended it
     error: str | None = None
+    error_param: str | None = None  # the field at fault, where the request can be mended
     timeline: Timeline | None = None
 
     @property
@@ -218,4 +287,5 @@ class RequestOutput:
         self.finish_reason = later.finish_reason
         self.stop_reason = later.stop_reason
         self.error = later.error
+        self.error_param = later.error_param
         self.timeline = later.timeline

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Hashable
+from typing import Any
 
 from shardline.serving.blocks import Chain
 from shardline.serving.requests import Request, Timeline, TopLogprobs
@@ -16,6 +17,7 @@ class Sequence:
 
     draft_token_ids    guesses of what follows, computed in the next step and kept as far as they are right
     chain              the prefix cache's identities of the table's first blocks
+    edits              the sampler's notes on what the request changes in its logits
     num_cached_tokens  of the prompt, found in the prefix cache when it was first admitted; None: not admitted yet
     """
 
@@ -23,6 +25,7 @@ class Sequence:
         "block_table",
         "chain",
         "draft_token_ids",
+        "edits",
         "max_num_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
@@ -57,6 +60,7 @@ class Sequence:
         self.prompt_logprobs: list[float | None] = []
         self.prompt_top_logprobs: list[TopLogprobs] = []
         self.pooled: list[float] = []  # sums over the prompt's hidden states so far, or the last of them
+        self.edits: Any = None
         self.timeline = Timeline(arrived_s=arrived_s)
 
     @property
