@@ -67,10 +67,10 @@ def make_request(name: str, prompt: str | tuple[int, ...], **sampling: Any) -> R
     return Request(request_id=name, prompt_token_ids=ids, sampling=params)
 
 
-def save_tiny_folder(folder: Path, **changes: Any) -> Path:
+def save_tiny_folder(folder: Path, *, seed: int = 0, **changes: Any) -> Path:
     tokenizer = byte_tokenizer()
     config = tiny_config(tokenizer, **changes)
-    save_folder(folder, config=config, tensors=make_decoder(config).state_dict(), tokenizer=tokenizer)
+    save_folder(folder, config=config, tensors=make_decoder(config, seed=seed).state_dict(), tokenizer=tokenizer)
     return folder
 
 

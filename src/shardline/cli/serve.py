@@ -79,6 +79,9 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kv-cache-memory", type=float, metavar="GIB", help="memory for the KV cache, in GiB")
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32", help="weights and KV cache (default fp32)")
     parser.add_argument(
+        "--tensor-parallel-size", type=int, default=1, metavar="N", help="processes that share the model (default 1)"
+    )
+    parser.add_argument(
         "--enable-prefix-caching",
         action=argparse.BooleanOptionalAction,
         default=True,
@@ -113,6 +116,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         block_size=args.block_size,
         kv_cache_bytes=None if args.kv_cache_memory is None else int(args.kv_cache_memory * GIB),
         dtype=args.dtype,
+        tensor_parallel_size=args.tensor_parallel_size,
         enable_prefix_caching=args.enable_prefix_caching,
         speculative=args.speculative,
         speculative_model=args.speculative_model,

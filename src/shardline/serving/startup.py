@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from shardline.checkpoints.huggingface import load_decoder, read_generation_config
+from shardline.checkpoints.huggingface import read_generation_config
 from shardline.checkpoints.native import find_model_folder
-from shardline.serving.engine import DTYPES, Engine, EngineConfig, load_draft
+from shardline.serving.engine import Engine, EngineConfig
+from shardline.serving.loading import open_decoder, open_draft
 from shardline.serving.protocol import read_defaults
 from shardline.serving.requests import Request, SamplingParams
 from shardline.text.tokenizer import Tokenizer
@@ -56,9 +57,9 @@ def open_engine(
     folder = find_model_folder(folder)
     tokenizer = Tokenizer.load(folder)
     done("tokenizer")
-    decoder = load_decoder(folder, dtype=DTYPES[config.dtype])
+    decoder = open_decoder(folder, config)
     done("weights")
-    engine = Engine(decoder, tokenizer, config, draft=load_draft(config))
+    engine = Engine(decoder, tokenizer, config, draft=open_draft(config))
     done("kv cache")
     engine.generate([Request(request_id="warm-up", prompt_token_ids=(0,), sampling=SamplingParams(max_tokens=1))])
     done("warm-up")

@@ -1,0 +1,61 @@
+"""Opens the weights that an engine serves, and takes others in their place.
+
+decoder = open_decoder("path/to/model", config)
+draft = open_draft(config)
+replace_weights(decoder, "path/to/newer", config)
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+
+import torch
+
+from shardline.checkpoints.huggingface import load_decoder, read_config
+from shardline.checkpoints.native import find_model_folder
+from shardline.config.errors import ShardlineError
+from shardline.models.decoder import Decoder
+from shardline.serving.engine_config import DTYPES, EngineConfig
+from shardline.serving.tensor_parallel import TensorParallelDecoder, start_tensor_parallel
+
+__all__ = ["open_decoder", "open_draft", "replace_weights"]
+
+
+def open_decoder(folder: str | Path, config: EngineConfig) -> Decoder | TensorParallelDecoder:
+    """Returns a folder's decoder as `config` wants it served; with tensor parallelism this starts processes."""
+    folder = find_model_folder(folder)
+    if config.tensor_parallel_size > 1:
+        return start_tensor_parallel(folder, size=config.tensor_parallel_size, dtype=DTYPES[config.dtype])
+    return load_decoder(folder, dtype=DTYPES[config.dtype])
+
+
+def open_draft(config: EngineConfig) -> Decoder | None:
+    """Returns the model that guesses, where there is one."""
+    if config.speculative != "draft" or config.speculative_model is None:
+        return None
+    return load_decoder(find_model_folder(config.speculative_model), dtype=DTYPES[config.dtype])
+
+
+@torch.no_grad()
+def replace_weights(decoder: Decoder | TensorParallelDecoder, folder: str | Path, config: EngineConfig) -> None:
+    """Fills the decoder with the weights of another folder of the same shape.
+
+    Raises `ShardlineError` where the folder is another model's or can't be read, and then nothing has changed.
+    """
+    folder = find_model_folder(folder)
+    theirs = read_config(folder)
+    differing = [
+        field.name for field in fields(theirs) if getattr(theirs, field.name) != getattr(decoder.config, field.name)
+    ]
+    if differing:
+        raise ShardlineError(
+            f"{folder} holds another model than the one being served ({', '.join(differing)} differ); "
+            "start a server for it."
+        )
+    if isinstance(decoder, TensorParallelDecoder):
+        decoder.load(folder)
+        return
+    fresh = dict(load_decoder(folder, dtype=DTYPES[config.dtype]).named_parameters())
+    for name, parameter in decoder.named_parameters():
+        parameter.copy_(fresh[name])
