@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint format bench bench-train docs clean
+.PHONY: demo test lint format bench bench-train soak docs clean
 
 demo: $(READY)
 	$(BIN)/shardline demo
@@ -29,6 +29,10 @@ bench: $(READY)
 # A training step against plain PyTorch loops in alternation; about eight minutes on two quiet cores.
 bench-train: $(READY)
 	$(BIN)/python bench/train.py --table docs/benchmarks.md
+
+# Wrong requests, Schemathesis over /openapi.json, and clients that hang up, by the thousand; some minutes.
+soak: $(READY)
+	cd tests && ../$(BIN)/python -m serving.soak
 
 # The generated pages of docs/: the config's keys, the verbs' help, the table of families (from its tests, a minute) and that
 # of layouts (from the parity gate, five minutes).

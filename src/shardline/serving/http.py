@@ -168,7 +168,12 @@ class _Server:
         )
         self._admin = Admin(self.async_engine, folder=config.folder, metrics=self._metrics)
         self._page = resources.files("shardline.serving").joinpath("chat.html").read_text(encoding="utf-8")
-        self._openapi = msgspec.json.encode(openapi_document(admin=config.admin_key is not None))
+        document = openapi_document(
+            model_name=config.model_name,
+            vocab_size=engine.decoder.config.vocab_size,
+            admin=config.admin_key is not None,
+        )
+        self._openapi = msgspec.json.encode(document)
         self._card = {
             "id": config.model_name,
             "object": "model",

@@ -1,9 +1,10 @@
 """The API as an OpenAPI 3.1 document, made from the types that read the requests. Served at `/openapi.json`.
 
-    document = openapi_document(admin=True)
+    document = openapi_document(model_name="my-model", vocab_size=32000, admin=True)
 
 Request bodies come from `protocol` and its neighbours, so a field can't be in one and not in the other; what those
-types can't say (ranges) is added here. Unknown fields are allowed, as the server allows them, with a warning header.
+types can't say (ranges, names, no empty lists) is added here. Unknown fields are allowed, as the server allows them,
+with a warning header.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import msgspec
 from shardline import __version__
 from shardline.serving.admin import ReloadBody, SleepBody, WakeBody
 from shardline.serving.embeddings import EmbeddingBody
-from shardline.serving.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from shardline.serving.protocol import ROLES, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from shardline.serving.responses import ResponseBody
 
 __all__ = ["openapi_document"]
@@ -40,6 +41,7 @@ _RANGES: dict[str, dict[str, float]] = {
     "top_logprobs": {"minimum": 0, "maximum": 20},
     "timeout_s": {"exclusiveMinimum": 0, "maximum": 86_400},
 }
+_NOT_EMPTY = ("prompt", "input", "messages")
 _ERRORS = {
     400: "The request can't be used; the message says why and `param` names the field.",
     401: "The key is missing or wrong.",
@@ -54,14 +56,12 @@ _ERRORS = {
 }
 
 
-def openapi_document(*, admin: bool) -> dict[str, Any]:
+def openapi_document(*, model_name: str, vocab_size: int, admin: bool) -> dict[str, Any]:
     """Returns the document; `admin` says whether the /admin/ endpoints are there."""
     bodies = (*_BODIES, *_ADMIN_BODIES) if admin else _BODIES
     _, schemas = msgspec.json.schema_components(bodies, ref_template="#/components/schemas/{name}")
-    for schema in schemas.values():
-        for name, limits in _RANGES.items():
-            if name in schema.get("properties", {}):
-                schema["properties"][name] |= limits
+    for name, schema in schemas.items():
+        _refine(name, schema.get("properties", {}), model_name=model_name, vocab_size=vocab_size)
     paths: dict[str, Any] = {
         "/v1/chat/completions": {"post": _post("Continues a chat.", ChatBody, "Completion", streams=True)},
         "/v1/completions": {"post": _post("Continues texts.", CompletionBody, "Completion", streams=True)},
@@ -102,6 +102,20 @@ def openapi_document(*, admin: bool) -> dict[str, Any]:
             "securitySchemes": {"apiKey": bearer, "adminKey": bearer},
         },
     }
+
+
+def _refine(name: str, properties: dict[str, Any], *, model_name: str, vocab_size: int) -> None:
+    """Adds what the types can't say."""
+    for field, schema in properties.items():
+        schema |= _RANGES.get(field, {})
+        if field in _NOT_EMPTY:
+            schema |= {"minLength": 1, "minItems": 1}
+        if field == "tokens":
+            schema["items"] |= {"minimum": 0, "maximum": vocab_size - 1}
+        if field == "model":
+            schema["enum"] = [model_name, None]
+        if field == "role" and name == "Message":
+            schema["enum"] = list(ROLES)
 
 
 def _post(
