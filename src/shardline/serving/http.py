@@ -53,6 +53,9 @@ __all__ = ["ServerConfig", "make_app"]
 logger = logging.getLogger(__name__)
 
 CLIENT_GONE = 499  # nobody reads it; nginx's number for "client closed request"
+PAGE_POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
+)
 LARGE_BODY_BYTES = 64 * 2**10  # decoding more than this takes longer than the event loop should be away
 
 Body = TypeVar("Body", bound=msgspec.Struct)
@@ -284,8 +287,7 @@ class _Server:
         return Response(self._openapi, media_type="application/json")
 
     async def page(self, _request: Request) -> Response:
-        policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
-        return HTMLResponse(self._page, headers={"content-security-policy": policy})
+        return HTMLResponse(self._page, headers={"content-security-policy": PAGE_POLICY})
 
     async def _body(self, request: Request, kind: type[Body]) -> tuple[Body, dict[str, str]]:
         """Returns the typed body and the headers that warn of what was ignored in it."""

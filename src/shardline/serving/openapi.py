@@ -124,7 +124,7 @@ def _post(
     content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{body.__name__}"}}}
     operation = _operation(summary, result, key=key)
     if streams:
-        operation["responses"]["200"]["content"]["text/event-stream"] = {"schema": {"type": "string"}}
+        operation["responses"]["200"]["content"]["text/event-stream"] = {"schema": _EVENT}
     return {**operation, "requestBody": {"required": True, "content": content}}
 
 
@@ -157,6 +157,7 @@ def _object(**properties: Any) -> dict[str, Any]:
 _STRING, _INTEGER, _OBJECTS = {"type": "string"}, {"type": "integer"}, {"type": "array", "items": {"type": "object"}}
 _MAYBE_STRING = {"type": ["string", "null"]}
 _USAGE = _object(prompt_tokens=_INTEGER, total_tokens=_INTEGER)
+_EVENT = {"type": "object", "properties": {"event": _STRING, "data": _STRING}, "required": ["data"]}
 _RESULTS: dict[str, Any] = {
     "Completion": _object(id=_STRING, object=_STRING, created=_INTEGER, model=_STRING, choices=_OBJECTS, usage=_USAGE),
     "Response": _object(
