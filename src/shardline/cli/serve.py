@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import socket
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +23,7 @@ from shardline.config.errors import UsageError
 
 if TYPE_CHECKING:
     from shardline.serving.engine import EngineConfig
+    from shardline.serving.launch import ServerProcess
 
 GIB = 2**30
 
@@ -44,6 +47,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="let web pages of this origin call the API; may be repeated (default: none may)",
     )
     add_engine_arguments(parser)
+    parser.add_argument(
+        "--data-parallel-size",
+        type=int,
+        default=1,
+        metavar="N",
+        help="servers of the model behind this address, each with weights, cache and processes of its own (default 1)",
+    )
+    parser.add_argument("--memory-share", type=float, default=1.0, help=argparse.SUPPRESS)  # of what is free
     parser.add_argument(
         "--max-num-waiting",
         type=int,
@@ -117,6 +128,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         kv_cache_bytes=None if args.kv_cache_memory is None else int(args.kv_cache_memory * GIB),
         dtype=args.dtype,
         tensor_parallel_size=args.tensor_parallel_size,
+        memory_share=getattr(args, "memory_share", 1.0),
         enable_prefix_caching=args.enable_prefix_caching,
         speculative=args.speculative,
         speculative_model=args.speculative_model,
@@ -138,6 +150,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     from shardline.serving.server import bind, serve
 
     listener = bind(host=args.host, port=args.port)
+    if args.data_parallel_size > 1:
+        with listener:
+            _serve_replicas(args, listener, started_s=started_s, model_name=args.served_model_name or own_name)
+        return {}
     with listener:
         from shardline.serving.http import ServerConfig, make_app
         from shardline.serving.startup import open_engine
@@ -183,7 +199,65 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     return {}
 
 
+def _serve_replicas(args: argparse.Namespace, listener: socket.socket, *, started_s: float, model_name: str) -> None:
+    """Serves through a router; the engines are in processes of their own, which get the same flags."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    from shardline.serving.launch import start_server
+    from shardline.serving.router import make_router
+    from shardline.serving.server import serve
+
+    console, count = make_console(json_mode=args.json), args.data_parallel_size
+    flags = _replica_flags(args)
+    threads = str(max(1, (os.cpu_count() or 1) // count))
+    environment = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads)}
+
+    def launch() -> ServerProcess:
+        return start_server(args.folder, arguments=flags, environment=environment)
+
+    with ThreadPoolExecutor(count) as pool:
+        processes = list(pool.map(lambda _: launch(), range(count)))
+
+    def announce(url: str) -> None:
+        ready_s = time.monotonic() - started_s
+        console.print(
+            f"ready      {url} serves {model_name!r} by {count} replicas after {ready_s:.1f} s; Ctrl-C stops it",
+            markup=False,
+        )
+        if args.json:
+            ready = {**processes[0].ready, "url": url, "replicas": count, "startup_s": round(ready_s, 3)}
+            print(json.dumps(ready), flush=True)
+
+    app = make_router(processes, launch=launch)
+    serve(app, listener, host=args.host, on_ready=announce, drain_timeout_s=args.drain_timeout)
+
+
+def _replica_flags(args: argparse.Namespace) -> list[str]:
+    """Returns the flags that make one replica what the whole was asked to be."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    own = {"help", "folder", "host", "port", "data_parallel_size", "memory_share", "served_model_name"}
+    name = args.served_model_name or (
+        hub_name(args.folder)[0] if is_hub_name(args.folder) else Path(args.folder).resolve().name
+    )
+    flags = ["--served-model-name", name, "--memory-share", str(args.memory_share / args.data_parallel_size)]
+    for action in parser._actions:
+        value = getattr(args, action.dest, None)
+        if action.dest in own or value == action.default:
+            continue
+        flag = action.option_strings[0]
+        if isinstance(value, bool):
+            flags.append(flag if value else flag.replace("--", "--no-", 1))
+        elif isinstance(value, list):
+            flags += [f"{flag}={item}" for item in value]
+        else:
+            flags.append(f"{flag}={value}")
+    return flags
+
+
 def _check_limits(args: argparse.Namespace) -> None:
+    if args.data_parallel_size < 1:
+        raise UsageError(f"--data-parallel-size {args.data_parallel_size} must be at least 1.")
     if args.request_timeout is not None and args.request_timeout <= 0:
         raise UsageError(
             f"--request-timeout {args.request_timeout:g} must be greater than 0; leave it out for no limit."

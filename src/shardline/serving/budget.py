@@ -111,7 +111,7 @@ def _choose_blocks(config: EngineConfig, max_model_len: int, bytes_per_token: in
         return config.num_blocks, "as asked"
     if config.kv_cache_bytes is not None:
         return config.kv_cache_bytes // bytes_per_block, "as asked"
-    free_bytes = probe().memory_available_bytes // config.tensor_parallel_size
+    free_bytes = int(probe().memory_available_bytes * config.memory_share) // config.tensor_parallel_size
     affordable = int(free_bytes * SHARE_OF_FREE_MEMORY) // bytes_per_block
     if useful <= affordable:
         return useful, f"enough for {config.max_num_seqs} requests of full length"

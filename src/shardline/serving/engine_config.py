@@ -21,6 +21,7 @@ class EngineConfig:
     max_num_batched_tokens  tokens of one step, and so how long a running reply waits for someone else's prompt
     num_blocks              blocks of the KV cache; None: from kv_cache_bytes
     kv_cache_bytes          None: enough for max_num_seqs requests of full length, within half of the free memory
+    memory_share            of the free memory: what this engine may count as its own
     tensor_parallel_size    processes that share the model
     enable_prefix_caching   keep the blocks of finished requests for later ones that begin alike
     speculative             ngram: guess what followed the last tokens before; draft: let a smaller model guess
@@ -40,6 +41,7 @@ class EngineConfig:
     num_blocks: int | None = None
     kv_cache_bytes: int | None = None
     dtype: Literal["fp32", "bf16"] = "fp32"
+    memory_share: float = 1.0
     tensor_parallel_size: int = 1
     enable_prefix_caching: bool = True
     speculative: Literal["none", "ngram", "draft"] = "none"

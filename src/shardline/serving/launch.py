@@ -9,11 +9,12 @@ Needs no torch in the calling process.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -69,15 +70,25 @@ def start_server(
     host: str = "127.0.0.1",
     port: int = 0,
     arguments: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
     timeout_s: float = 300.0,
 ) -> ServerProcess:
-    """Runs `shardline serve FOLDER` and returns once it answers; `arguments` are more flags.
+    """Runs `shardline serve FOLDER` and returns once it answers; `arguments` are more flags, `environment` more
+    variables.
 
     Raises `ShardlineError` with the server's own words when it ends or does not come up in time.
     """
     command = [sys.executable, "-m", "shardline", "serve", str(folder), "--json", "--host", host, "--port", str(port)]
     log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115 the server owns it
-    process = subprocess.Popen([*command, *arguments], stdout=subprocess.PIPE, stderr=log, text=True)
+    variables = {**os.environ, **(environment or {})}
+    process = subprocess.Popen(
+        [*command, *arguments],
+        env=variables,
+        stdout=subprocess.PIPE,
+        stderr=log,
+        text=True,
+        start_new_session=True,  # Ctrl-C is for whoever started it, who then stops it
+    )
     late = threading.Timer(timeout_s, process.kill)
     late.start()
     try:
