@@ -24,7 +24,7 @@ def server() -> Iterator[LocalServer]:
 
 def test_wrong_requests_never_make_a_500(server: LocalServer):
     counts = fuzz(server.url, num_requests=600, seed=7)
-    assert set(counts) <= {"200", "400", "404", "405", "413", "422", "429", "closed"}, counts
+    assert set(counts) <= {"200", "400", "404", "405", "413", "429", "closed", "no answer"}, counts
     assert counts["400"] > 200
     assert counts["200"] > 50
 

@@ -174,6 +174,7 @@ class _Server:
         document = openapi_document(
             model_name=config.model_name,
             vocab_size=engine.decoder.config.vocab_size,
+            max_model_len=engine.max_model_len,
             admin=config.admin_key is not None,
         )
         self._openapi = msgspec.json.encode(document)

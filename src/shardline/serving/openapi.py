@@ -1,6 +1,6 @@
 """The API as an OpenAPI 3.1 document, made from the types that read the requests. Served at `/openapi.json`.
 
-    document = openapi_document(model_name="my-model", vocab_size=32000, admin=True)
+    document = openapi_document(model_name="my-model", vocab_size=32000, max_model_len=4096, admin=True)
 
 Request bodies come from `protocol` and its neighbours, so a field can't be in one and not in the other; what those
 types can't say (ranges, names, no empty lists) is added here. Unknown fields are allowed, as the server allows them,
@@ -42,6 +42,8 @@ _RANGES: dict[str, dict[str, float]] = {
     "timeout_s": {"exclusiveMinimum": 0, "maximum": 86_400},
 }
 _NOT_EMPTY = ("prompt", "input", "messages")
+_TOKEN_IDS = ("prompt", "input", "tokens", "stop_token_ids", "allowed_token_ids")
+_NUM_TOKENS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens")
 _ERRORS = {
     400: "The request can't be used; the message says why and `param` names the field.",
     401: "The key is missing or wrong.",
@@ -56,12 +58,23 @@ _ERRORS = {
 }
 
 
-def openapi_document(*, model_name: str, vocab_size: int, admin: bool) -> dict[str, Any]:
+def openapi_document(*, model_name: str, vocab_size: int, max_model_len: int, admin: bool) -> dict[str, Any]:
     """Returns the document; `admin` says whether the /admin/ endpoints are there."""
     bodies = (*_BODIES, *_ADMIN_BODIES) if admin else _BODIES
     _, schemas = msgspec.json.schema_components(bodies, ref_template="#/components/schemas/{name}")
     for name, schema in schemas.items():
-        _refine(name, schema.get("properties", {}), model_name=model_name, vocab_size=vocab_size)
+        for field, described in schema.get("properties", {}).items():
+            described |= _RANGES.get(field, {})
+            if field in _NOT_EMPTY:
+                described |= {"minLength": 1, "minItems": 1}
+            if field in _TOKEN_IDS:
+                _bound_integers(described, vocab_size - 1)
+            if field in _NUM_TOKENS:
+                described["maximum"] = max_model_len
+            if field == "model":
+                described["enum"] = [model_name, None]
+            if field == "role" and name == "Message":
+                described["enum"] = list(ROLES)
     paths: dict[str, Any] = {
         "/v1/chat/completions": {"post": _post("Continues a chat.", ChatBody, "Completion", streams=True)},
         "/v1/completions": {"post": _post("Continues texts.", CompletionBody, "Completion", streams=True)},
@@ -104,18 +117,13 @@ def openapi_document(*, model_name: str, vocab_size: int, admin: bool) -> dict[s
     }
 
 
-def _refine(name: str, properties: dict[str, Any], *, model_name: str, vocab_size: int) -> None:
-    """Adds what the types can't say."""
-    for field, schema in properties.items():
-        schema |= _RANGES.get(field, {})
-        if field in _NOT_EMPTY:
-            schema |= {"minLength": 1, "minItems": 1}
-        if field == "tokens":
-            schema["items"] |= {"minimum": 0, "maximum": vocab_size - 1}
-        if field == "model":
-            schema["enum"] = [model_name, None]
-        if field == "role" and name == "Message":
-            schema["enum"] = list(ROLES)
+def _bound_integers(schema: dict[str, Any], largest: int) -> None:
+    """Makes every integer in a schema a token id."""
+    if schema.get("type") == "integer":
+        schema |= {"minimum": 0, "maximum": largest}
+    for inner in (*schema.get("anyOf", ()), schema.get("items")):
+        if isinstance(inner, dict):
+            _bound_integers(inner, largest)
 
 
 def _post(
