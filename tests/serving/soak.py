@@ -3,8 +3,8 @@
     cd tests && python -m serving.soak --fuzz 10000 --schema-examples 100 --soak 2000
 
 `fuzz` sends damaged bodies, wrong values and broken HTTP; `schema_fuzz` what Schemathesis makes of /openapi.json;
-`soak` mixed requests of which a share hangs up at random. Each returns how many requests ended how, and raises when one
-of them got a 5xx or an answer in the wrong shape.
+`soak` mixed requests of which a share hangs up at random. Each returns how many requests ended how, and raises when
+one of them got a 5xx or an answer in the wrong shape.
 """
 
 from __future__ import annotations

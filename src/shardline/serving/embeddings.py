@@ -8,6 +8,7 @@ endian. A long list goes through the engine in parts, so that it can't fill the 
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import struct
 import uuid
@@ -67,11 +68,20 @@ class Embeddings:
         for request in requests:  # all are looked at before the first is computed
             self._check(request)
         outputs = await while_connected(http.receive, self._run(requests))
-        num_tokens = sum(map(len, prompts))
-        as_text = body.encoding_format == "base64"
+        content = await asyncio.to_thread(
+            self._encode, outputs, sum(map(len, prompts)), as_text=body.encoding_format == "base64"
+        )
+        return Response(content, media_type="application/json", headers={**headers, "x-request-id": name})
+
+    def _encode(self, outputs: list[RequestOutput], num_tokens: int, *, as_text: bool) -> bytes:
+        """Returns the answer's body; for many vectors it takes longer than the event loop should be away."""
         data = [
-            {"object": "embedding", "index": index, "embedding": _base64(vector) if as_text else vector}
-            for index, vector in enumerate(output.embedding for output in outputs)
+            {
+                "object": "embedding",
+                "index": index,
+                "embedding": _base64(output.embedding) if as_text else output.embedding,
+            }
+            for index, output in enumerate(outputs)
         ]
         content: dict[str, Any] = {
             "object": "list",
@@ -79,8 +89,7 @@ class Embeddings:
             "model": self._model_name,
             "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
         }
-        headers = {**headers, "x-request-id": name}
-        return Response(msgspec.json.encode(content), media_type="application/json", headers=headers)
+        return msgspec.json.encode(content)
 
     def _check(self, request: Request) -> None:
         try:
