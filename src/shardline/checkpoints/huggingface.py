@@ -50,6 +50,8 @@ def read_config(folder: str | Path) -> DecoderConfig:
     raw = _read_json(folder / "config.json")
     if "auto_map" in raw and raw.get("model_type") is None:
         raise UsageError(f"{folder}/config.json needs code from the folder (auto_map), which Shardline never runs.")
+    if _is_quantized(raw):  # the architecture is the same; `serving.quantize` reads the weights
+        raw = {key: value for key, value in raw.items() if key != "quantization_config"}
     return read_model_config(raw)
 
 
@@ -66,6 +68,11 @@ def iter_tensors(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
     """
     folder = Path(folder)
     config = read_config(folder)
+    if _is_quantized(_read_json(folder / "config.json")):
+        raise ShardlineError(
+            f"{folder} holds quantised weights, which can be served and verified but not trained or converted; use the "
+            "folder that they were made from."
+        )
     family = family_of(config.family)
     rules = {rule.theirs: rule for rule in family.tensors(config)}
     files = _weight_files(folder)
@@ -142,6 +149,12 @@ def write_descriptions(
     _write_json(folder / "generation_config.json", _generation_config(config, generation_config))
     if tokenizer is not None:
         tokenizer.save(folder)
+
+
+def _is_quantized(raw: Mapping[str, Any]) -> bool:
+    """Whether config.json names the quantised form that is our own; any other is refused where the config is read."""
+    found = raw.get("quantization_config")
+    return isinstance(found, dict) and found.get("quant_method") == "shardline"
 
 
 def _meta_decoder(config: DecoderConfig) -> Decoder:

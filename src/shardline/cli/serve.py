@@ -93,6 +93,20 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         "--tensor-parallel-size", type=int, default=1, metavar="N", help="processes that share the model (default 1)"
     )
     parser.add_argument(
+        "--batch-invariant",
+        action="store_true",
+        help="the same bits for a request whatever shares its batch, and those of the trainer's evaluation",
+    )
+    parser.add_argument(
+        "--quantization", choices=["none", "int8", "int4"], default="none", help="bits of the weights (default none)"
+    )
+    parser.add_argument(
+        "--kv-cache-dtype",
+        choices=["auto", "fp32", "bf16", "int8"],
+        default="auto",
+        help="how keys and values are stored (default auto: as --dtype says)",
+    )
+    parser.add_argument(
         "--enable-prefix-caching",
         action=argparse.BooleanOptionalAction,
         default=True,
@@ -129,6 +143,9 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         dtype=args.dtype,
         tensor_parallel_size=args.tensor_parallel_size,
         memory_share=getattr(args, "memory_share", 1.0),
+        batch_invariant=args.batch_invariant,
+        quantization=args.quantization,
+        kv_cache_dtype=args.kv_cache_dtype,
         enable_prefix_caching=args.enable_prefix_caching,
         speculative=args.speculative,
         speculative_model=args.speculative_model,

@@ -6,10 +6,13 @@ from shardline.kernels.fixed_attention import fixed_attention, fixed_document_at
 from shardline.kernels.invariance import batch_invariant, is_batch_invariant, proven_sizes, rowwise
 from shardline.kernels.linear import Embedding, Linear, PackedWeight, embedding, linear
 from shardline.kernels.norm import rms_norm
+from shardline.kernels.quantized import Int4Weight, Int8Weight
 
 __all__ = [
     "ACTIVATIONS",
     "Embedding",
+    "Int4Weight",
+    "Int8Weight",
     "Linear",
     "PackedWeight",
     "attention",

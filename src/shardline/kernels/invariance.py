@@ -25,7 +25,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["batch_invariant", "fixed_bmm", "fixed_linear", "is_batch_invariant", "proven_sizes", "rowwise"]
+__all__ = [
+    "batch_invariant",
+    "fixed_bmm",
+    "fixed_linear",
+    "fixed_product",
+    "is_batch_invariant",
+    "proven_sizes",
+    "rowwise",
+]
 
 _REFERENCE = 16
 _SIZES = (4, 8, _REFERENCE, 32, 64, 128, 256)
@@ -74,6 +82,16 @@ def fixed_bmm(a_XRK: Tensor, b_XKN: Tensor) -> Tensor:
     return _in_tiles(a_XRK, _sizes[key], lambda tile: torch.bmm(tile, b_XKN))
 
 
+def fixed_product(x: Tensor, product: Product, *, key: tuple[object, ...]) -> Tensor:
+    """Returns `product(x)`, [..., N], for another kernel than `linear`'s; `key` names the kernel and its shape."""
+    key = *key, x.dtype, torch.get_num_threads()
+    x_RK = x.reshape(-1, x.shape[-1])
+    if key not in _sizes:
+        with torch.no_grad():
+            _sizes[key] = _prove(_sample((max(_SIZES), x.shape[-1]), x), product)
+    return _in_tiles(x_RK, _sizes[key], product).unflatten(0, x.shape[:-1])
+
+
 def proven_sizes(weight_NK: Tensor) -> tuple[int, ...]:
     """Returns the numbers of rows that give the same bits for a weight of this shape; proves them at the first call."""
     key = *weight_NK.shape, weight_NK.dtype, weight_NK.device, torch.get_num_threads()
@@ -119,18 +137,14 @@ def _in_tiles(a: Tensor, sizes: tuple[int, ...], product: Product) -> Tensor:
 
 def _prove(sample: Tensor, product: Product) -> tuple[int, ...]:
     """Returns the sizes of tiles that give every row the bits that it has in a tile of 16."""
-    sixteen = sample[..., :_REFERENCE, :].contiguous()
-    expected = product(sixteen)
-    for shift in range(1, _REFERENCE):
-        if not torch.equal(product(sixteen.roll(shift, -2)), expected.roll(shift, -2)):
-            return (1,)
     expected = torch.cat([product(tile.contiguous()) for tile in sample.split(_REFERENCE, dim=-2)], dim=-2)
-    sizes = []
-    for size in _SIZES:
-        tiles = [product(tile.contiguous()) for tile in sample.split(size, dim=-2)]
-        if torch.equal(torch.cat(tiles, dim=-2), expected):
-            sizes.append(size)
-    return tuple(sizes)
+    for row in (0, _REFERENCE - 1):
+        copies = sample[..., row : row + 1, :].expand(*sample.shape[:-2], _REFERENCE, -1).contiguous()
+        if not torch.equal(product(copies), expected[..., row : row + 1, :].expand(*expected.shape[:-2], 16, -1)):
+            return (1,)
+    return tuple(
+        size for size in _SIZES if torch.equal(product(sample[..., :size, :].contiguous()), expected[..., :size, :])
+    )
 
 
 def _prove_bmm(like_XKN: Tensor) -> tuple[int, ...]:

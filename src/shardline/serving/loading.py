@@ -14,9 +14,11 @@ import torch
 
 from shardline.checkpoints.huggingface import load_decoder, read_config
 from shardline.checkpoints.native import find_model_folder
-from shardline.config.errors import ShardlineError
+from shardline.config.errors import ShardlineError, UsageError
+from shardline.kernels import PackedWeight
 from shardline.models.decoder import Decoder
 from shardline.serving.engine_config import DTYPES, EngineConfig
+from shardline.serving.quantize import load_quantized, quantization_of, quantize_decoder
 from shardline.serving.tensor_parallel import TensorParallelDecoder, start_tensor_parallel
 
 __all__ = ["open_decoder", "open_draft", "replace_weights"]
@@ -25,9 +27,20 @@ __all__ = ["open_decoder", "open_draft", "replace_weights"]
 def open_decoder(folder: str | Path, config: EngineConfig) -> Decoder | TensorParallelDecoder:
     """Returns a folder's decoder as `config` wants it served; with tensor parallelism this starts processes."""
     folder = find_model_folder(folder)
+    stored = quantization_of(folder)
+    if config.quantization != "none" and stored not in (None, config.quantization):
+        raise UsageError(f"{folder} holds {stored} weights; --quantization {config.quantization} needs the full model.")
+    kind = stored or config.quantization
+    if kind != "none" and config.dtype != "fp32":
+        raise UsageError(f"Weights in {kind} are served with --dtype fp32; leave out --dtype {config.dtype}.")
+    if kind != "none" and config.tensor_parallel_size > 1:
+        raise UsageError(f"Weights in {kind} can't be shared by processes; use --tensor-parallel-size 1.")
+    if stored is not None:
+        return load_quantized(folder)
     if config.tensor_parallel_size > 1:
         return start_tensor_parallel(folder, size=config.tensor_parallel_size, dtype=DTYPES[config.dtype])
-    return load_decoder(folder, dtype=DTYPES[config.dtype])
+    decoder = load_decoder(folder, dtype=DTYPES[config.dtype])
+    return decoder if kind == "none" else quantize_decoder(decoder, kind)
 
 
 def open_draft(config: EngineConfig) -> Decoder | None:
@@ -56,6 +69,12 @@ def replace_weights(decoder: Decoder | TensorParallelDecoder, folder: str | Path
     if isinstance(decoder, TensorParallelDecoder):
         decoder.load(folder)
         return
-    fresh = dict(load_decoder(folder, dtype=DTYPES[config.dtype]).named_parameters())
+    fresh = open_decoder(folder, config)
+    packed = {name: module for name, module in fresh.named_modules() if isinstance(module, PackedWeight)}
+    parameters = dict(fresh.named_parameters())
+    if parameters.keys() != dict(decoder.named_parameters()).keys():
+        raise ShardlineError(f"{folder} is quantised in another way than what is served; start a server for it.")
     for name, parameter in decoder.named_parameters():
-        parameter.copy_(fresh[name])
+        parameter.copy_(parameters[name])
+    for name, weight in packed.items():
+        decoder.get_submodule(name.rpartition(".")[0]).weight = weight
