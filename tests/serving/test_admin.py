@@ -230,10 +230,12 @@ def test_a_paused_stream_outlives_sleep(folders: dict[str, Path]):
             assert sse_text(running.read()) == alone
 
 
-def test_sleep_gives_the_memory_of_the_cache_back(folders: dict[str, Path]):
-    engine = make_engine(load_decoder(folders["old"]), kv_cache_bytes=256 * 2**20, max_num_seqs=2)
-    for tensor in (*engine.kv_cache.keys, *engine.kv_cache.values):
-        tensor.fill_(1.0)  # touched, so that it takes real memory
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+def test_sleep_gives_the_memory_of_the_cache_back(folders: dict[str, Path], kv_cache_dtype: str):
+    limits = {"kv_cache_bytes": 256 * 2**20, "max_num_seqs": 2, "kv_cache_dtype": kv_cache_dtype}
+    engine = make_engine(load_decoder(folders["old"]), **limits)
+    for tensor in engine.kv_cache.tensors():
+        tensor.fill_(1)  # touched, so that it takes real memory
     with local_server(engine, admin_key="secret") as server:
         before = rss_bytes()
         assert call(server.url, "/admin/sleep", {}, headers=KEY)[0] == 200

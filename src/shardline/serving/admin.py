@@ -84,6 +84,8 @@ class Admin:
         async with self._turn:
             if self._async_engine.asleep:
                 raise ConflictError("The server sleeps already.")
+            if self._async_engine.engine.config.tensor_parallel_size > 1:
+                raise ConflictError("Sleep is not for --tensor-parallel-size above 1: it would free one process only.")
             if body.weights and self._folder is None:
                 raise ConflictError("It is not known which folder the weights came from, so they must stay.")
             started_s = time.monotonic()

@@ -64,6 +64,10 @@ class KVCache:
         """As `keys`."""
         return self._values.blocks
 
+    def tensors(self) -> list[Tensor]:
+        """Returns everything that is stored: whoever gives the memory back needs no other knowledge of it."""
+        return [tensor for each in (self._keys, self._values) for tensor in each.tensors()]
+
     @property
     def is_lossy(self) -> bool:
         """Whether what is read differs from what was written."""
@@ -98,6 +102,9 @@ class _Layers:
         if dtype == torch.int8:
             self._scale_blocks = list(_lazy_zeros((*shape[:-1], 1), SCALE_DTYPE).unbind(0))
             self._scale_slots = [layer.flatten(0, 1) for layer in self._scale_blocks]
+
+    def tensors(self) -> list[Tensor]:
+        return [*self.blocks, *self._scale_blocks]
 
     def write(self, layer: int, slots_T: Tensor, x_TKH: Tensor) -> None:
         if self._scale_blocks:

@@ -43,8 +43,7 @@ class Released:
 
 def kv_tensors(engine: Engine) -> list[Tensor]:
     """Returns every tensor that the KV cache holds, in whatever format it keeps them."""
-    held = vars(engine.kv_cache).values()
-    return [tensor for value in held for tensor in _tensors_in(value)]
+    return engine.kv_cache.tensors()
 
 
 def weight_tensors(engine: Engine) -> list[Tensor]:
@@ -66,14 +65,6 @@ def give_back(tensors: Iterable[Tensor]) -> Released:
     if shrunk:
         torch.accelerator.empty_cache()
     return Released(num_bytes=num_bytes, _shrunk=shrunk)
-
-
-def _tensors_in(value: object) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, list | tuple):
-        return [tensor for item in value for tensor in _tensors_in(item)]
-    return []
 
 
 def _drop_pages(address: int, num_bytes: int) -> None:
