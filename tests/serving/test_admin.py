@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import threading
 import urllib.parse
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -243,3 +244,24 @@ def test_sleep_gives_the_memory_of_the_cache_back(folders: dict[str, Path], kv_c
         assert call(server.url, "/admin/sleep", {"weights": True}, headers=KEY)[0] == 409
         assert call(server.url, "/admin/wake", {}, headers=KEY)[0] == 200
         assert call(server.url, "/v1/completions", GREEDY)[0] == 200
+
+
+def test_an_engine_that_dies_while_a_reload_waits_says_so(folders: dict[str, Path]):
+    engine = make_engine(load_decoder(folders["old"]))
+    with local_server(engine, admin_key="secret") as server, start_stream(server.url, {**LONG, "max_tokens": 150}):
+        answers: list[tuple[int, Any]] = []
+        slow_down(engine, 0.02)
+        waiting = threading.Thread(target=lambda: answers.append(reload(server, folders["new"])))
+        waiting.start()
+        wait_for(lambda: server.async_engine._work is not None)
+
+        def break_down() -> list[Any]:
+            raise RuntimeError("beyond repair")
+
+        engine.step = engine.abandon_step = break_down  # type: ignore[method-assign, assignment]
+        waiting.join(20)
+        [(status, answer)] = answers
+        assert status == 503
+        assert "beyond repair" in answer["error"]["message"]
+        assert call(server.url, "/health")[0] == 503
+        assert reload(server, folders["new"])[0] == 503

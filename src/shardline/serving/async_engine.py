@@ -289,8 +289,7 @@ class AsyncEngine:
                     break
         except Exception as error:  # noqa: BLE001 the thread's boundary: it must not die unseen
             self._die(error)
-        if self._work is not None and not self._work.done.done():
-            self._work.done.set_exception(EngineDeadError(self._death or "The server is shutting down."))
+        self._refuse_work()
 
     def _warm_up(self) -> None:
         """Computes one token where the engine never has, so that `ready` means what it says."""
@@ -352,6 +351,16 @@ class AsyncEngine:
         held, self._held = self._held, []
         for command in held:
             self._add(command)
+
+    def _refuse_work(self) -> None:
+        """Answers exclusive work that will never have its turn."""
+        waiting = [] if self._work is None else [self._work]
+        while not self._commands.empty():
+            command = self._commands.get()
+            waiting += [command] if isinstance(command, _Work) else []
+        for work in waiting:
+            if work.done.set_running_or_notify_cancel():
+                work.done.set_exception(EngineDeadError(self._death or "The server is shutting down."))
 
     def _step(self) -> bool:
         self._step_started_s = time.monotonic()
