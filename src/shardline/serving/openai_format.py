@@ -10,13 +10,16 @@ import time
 import uuid
 from typing import Any
 
-from shardline.serving.requests import RequestOutput, TopLogprobs
+from shardline.serving.requests import FinishReason, RequestOutput, TopLogprobs
+from shardline.serving.tool_parser import ToolCall, ToolParser
+from shardline.serving.tools import ToolPlan
 from shardline.text.tokenizer import Tokenizer
 
 __all__ = [
     "ChatFormat",
     "CompletionFormat",
     "error_body",
+    "prompt_scores",
     "token_text",
     "usage_of",
 ]
@@ -27,11 +30,12 @@ def error_body(message: str, *, type: str, param: str | None = None, code: str |
     return {"error": {"message": message, "type": type, "param": param, "code": code}}
 
 
-def usage_of(prompt_tokens: int, completion_tokens: int) -> dict[str, Any]:
+def usage_of(prompt_tokens: int, completion_tokens: int, *, cached_tokens: int = 0) -> dict[str, Any]:
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
     }
 
 
@@ -44,12 +48,36 @@ def token_text(tokenizer: Tokenizer, token: int) -> tuple[str, list[int]]:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw), list(raw)
 
 
+def prompt_scores(
+    tokenizer: Tokenizer, prompt: tuple[int, ...], answer: RequestOutput, *, count: int
+) -> list[dict[str, Any] | None]:
+    """Returns vLLM's `prompt_logprobs`: for each prompt token but the first, itself and the `count` likeliest."""
+    entries: list[dict[str, Any] | None] = []
+    for token, logprob, top in zip(prompt, answer.prompt_logprobs, answer.prompt_top_logprobs, strict=True):
+        if logprob is None:
+            entries.append(None)
+            continue
+        ranks = {other: rank for rank, (other, _) in enumerate(top, start=1)}
+        entries.append(
+            {
+                str(other): {
+                    "logprob": score,
+                    "rank": ranks.get(other),
+                    "decoded_token": token_text(tokenizer, other)[0],
+                }
+                for other, score in {token: logprob, **dict(top[:count])}.items()
+            }
+        )
+    return entries
+
+
 class _Envelope:
-    """One response's envelope: its id, its time, its model."""
+    """One response's envelope: its id, its time, its model. `scores`: whether its choices have log-probabilities."""
 
     prefix: str
     object: str
     chunk_object: str
+    scores: bool
 
     def __init__(self, tokenizer: Tokenizer, *, model: str) -> None:
         self.tokenizer = tokenizer
@@ -68,34 +96,66 @@ class _Envelope:
 
 
 class ChatFormat(_Envelope):
-    """`/v1/chat/completions`."""
+    """`/v1/chat/completions`. With `tools`, calls are taken out of the text: one chunk for each call."""
 
     prefix = "chatcmpl"
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def __init__(self, tokenizer: Tokenizer, *, model: str, logprobs: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, model: str, logprobs: bool, tools: ToolPlan | None = None) -> None:
         super().__init__(tokenizer, model=model)
-        self._logprobs = logprobs
+        self.scores = logprobs
+        self._tools = tools
+        self._parsers: dict[int, ToolParser] = {}
 
     def opening(self, index: int) -> dict[str, Any] | None:
         """Returns a choice's chunk before its first token: clients take the role from it."""
         delta = {"role": "assistant", "content": ""}
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
-    def choice(self, index: int, answer: RequestOutput, *, chunk: bool) -> dict[str, Any]:
-        """Returns a whole choice, or with `chunk` what a step added to it."""
+    def choice(self, index: int, answer: RequestOutput, *, chunk: bool) -> dict[str, Any] | None:
+        """Returns a whole choice, or with `chunk` what a step added to it; None: nothing to show yet."""
+        text, calls, finish_reason, stop_reason = self._read(index, answer)
         if chunk:
-            body: dict[str, Any] = {"delta": {"content": answer.text} if answer.text else {}}
+            delta: dict[str, Any] = {"content": text} if text else {}
+            if calls:
+                delta["tool_calls"] = calls
+            if not delta and not answer.finished and not self.scores:
+                return None
+            body: dict[str, Any] = {"delta": delta}
         else:
-            body = {"message": {"role": "assistant", "content": answer.text, "refusal": None}}
+            content = text if text or not calls else None
+            message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+            if calls:
+                message["tool_calls"] = [{key: call[key] for key in call if key != "index"} for call in calls]
+            body = {"message": message}
         return {
             "index": index,
             **body,
-            "logprobs": {"content": self._entries(answer), "refusal": None} if self._logprobs else None,
-            "finish_reason": answer.finish_reason,
-            "stop_reason": answer.stop_reason,
+            "logprobs": {"content": self._entries(answer), "refusal": None} if self.scores else None,
+            "finish_reason": finish_reason,
+            "stop_reason": stop_reason,
         }
+
+    def _read(
+        self, index: int, answer: RequestOutput
+    ) -> tuple[str, list[dict[str, Any]], str | None, int | str | None]:
+        """Returns the text, the calls, the finish reason and the stop reason of what came."""
+        if self._tools is None:
+            return answer.text, [], answer.finish_reason, answer.stop_reason
+        parser = self._parsers.setdefault(index, self._tools.parser())
+        number = parser.num_calls
+        parts = [*parser.push(answer.text), *(parser.finish() if answer.finished else ())]
+        calls = []
+        for call in parts:
+            if isinstance(call, ToolCall):
+                function = {"name": call.name, "arguments": call.arguments}
+                calls.append({"index": number, "id": call.id, "type": "function", "function": function})
+                number += 1
+        text = "".join(part for part in parts if isinstance(part, str))
+        if parser.num_calls and answer.finish_reason is FinishReason.STOP:
+            return text, calls, "tool_calls", None
+        return text, calls, answer.finish_reason, answer.stop_reason
 
     def _entries(self, answer: RequestOutput) -> list[dict[str, Any]]:
         scored = zip(answer.token_ids, answer.logprobs, answer.top_logprobs, strict=True)
@@ -116,9 +176,12 @@ class CompletionFormat(_Envelope):
     object = "text_completion"
     chunk_object = "text_completion"
 
-    def __init__(self, tokenizer: Tokenizer, *, model: str, logprobs: bool, echo: dict[int, tuple[int, ...]]) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, *, model: str, logprobs: int | None, echo: dict[int, tuple[int, ...]]
+    ) -> None:
         """`echo` has the prompt's ids for each choice that repeats its prompt."""
         super().__init__(tokenizer, model=model)
+        self.scores = logprobs is not None
         self._logprobs = logprobs
         self._echo = echo
         self._offsets: dict[int, int] = {}
@@ -136,7 +199,7 @@ class CompletionFormat(_Envelope):
         return {
             "index": index,
             "text": text,
-            "logprobs": self._arrays(prompt, answer, start) if self._logprobs else None,
+            "logprobs": None if self._logprobs is None else self._arrays(prompt, answer, start),
             "finish_reason": answer.finish_reason,
             "stop_reason": answer.stop_reason,
         }
@@ -155,7 +218,7 @@ class CompletionFormat(_Envelope):
             "tokens": texts,
             "token_logprobs": scores,
             "top_logprobs": [
-                None if score is None else self._by_text(token, score, top)
+                None if score is None else self._by_text(token, score, top[: self._logprobs])
                 for token, score, top in zip(tokens, scores, alternatives, strict=True)
             ],
             "text_offset": offsets,

@@ -4,7 +4,8 @@
     sampling = make_sampling(body, defaults, max_tokens=16)
 
 A field of the wrong type is an error. A field that nobody here knows is left out with a warning, except one that
-would constrain the reply (a grammar, a schema, tools): to ignore it would be to answer another question.
+would constrain the reply (an older name of a grammar, tools where there are none): to ignore it would be to answer
+another question.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from typing import Any, TypeVar
 import msgspec
 
 from shardline.config.errors import nearest
+from shardline.serving.constraints import ResponseFormat, StructuredOutputsBody, structured_outputs, successor
 from shardline.serving.errors import RequestError
 from shardline.serving.requests import MAX_LOGPROBS, SamplingParams
+from shardline.serving.tools import NamedToolChoice, Tool
 
 __all__ = [
     "ChatBody",
@@ -27,7 +30,9 @@ __all__ = [
     "Message",
     "SamplingBody",
     "TokenizeBody",
+    "chat_logprobs",
     "chat_messages",
+    "check_truncation",
     "completion_prompts",
     "make_sampling",
     "read_body",
@@ -35,7 +40,8 @@ __all__ = [
 ]
 
 MAX_CHOICES = 128
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+MAX_PRIORITY = 2**31
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
 _COPIED = (
     *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
@@ -78,12 +84,19 @@ class SamplingBody(msgspec.Struct, kw_only=True):
     min_tokens: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     n: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = None
+    priority: int | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputsBody | None = None
 
     @property
     def num_choices(self) -> int:
@@ -98,6 +111,12 @@ class CompletionBody(SamplingBody, kw_only=True):
     prompt: str | list[str | int | list[int]]
     logprobs: int | None = None
     echo: bool | None = None
+    best_of: int | None = None
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of each prompt, of which `num_choices` are returned."""
+        return self.num_choices if self.best_of is None else self.best_of
 
 
 class ContentPart(msgspec.Struct, kw_only=True):
@@ -105,10 +124,23 @@ class ContentPart(msgspec.Struct, kw_only=True):
     text: str | None = None
 
 
+class CalledFunction(msgspec.Struct, kw_only=True):
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+
+class MadeCall(msgspec.Struct, kw_only=True):
+    function: CalledFunction
+    id: str | None = None
+    type: str = "function"
+
+
 class Message(msgspec.Struct, kw_only=True):
     role: str
     content: str | list[ContentPart] | None = None
-    tool_calls: list[Any] | None = None
+    tool_calls: list[MadeCall] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
 
 
 class ChatBody(SamplingBody, kw_only=True):
@@ -117,6 +149,9 @@ class ChatBody(SamplingBody, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
+    tools: list[Tool] | None = None
+    tool_choice: str | NamedToolChoice | None = None
+    parallel_tool_calls: bool | None = None
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):
@@ -177,6 +212,14 @@ def make_sampling(
     """Returns the request's sampling parameters: its own values, then `defaults`, then OpenAI's."""
     if not 1 <= body.num_choices <= MAX_CHOICES:
         raise RequestError(f"n = {body.num_choices} must be between 1 and {MAX_CHOICES}.", param="n")
+    _check_best_of(body)
+    for name, value in (("logprobs", logprobs), ("prompt_logprobs", body.prompt_logprobs)):
+        if value is not None and not 0 <= value <= MAX_LOGPROBS:
+            raise RequestError(f"{name} = {value} must be between 0 and {MAX_LOGPROBS}.", param=name)
+    if body.prompt_logprobs is not None and body.stream:
+        raise RequestError("prompt_logprobs are not for streams; send stream = false.", param="prompt_logprobs")
+    if body.priority is not None and abs(body.priority) > MAX_PRIORITY:
+        raise RequestError(f"priority = {body.priority} must be between -2**31 and 2**31.", param="priority")
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options is only for requests with stream = true.", param="stream_options")
     given = {name: value for name in _COPIED if (value := getattr(body, name)) is not None}
@@ -187,8 +230,11 @@ def make_sampling(
         stop=(stop,) if isinstance(stop, str) else tuple(stop),
         stop_token_ids=tuple(body.stop_token_ids or ()),
         logit_bias=_logit_bias(body.logit_bias or {}),
+        allowed_token_ids=None if body.allowed_token_ids is None else tuple(body.allowed_token_ids),
+        bad_words=tuple(body.bad_words or ()),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
+        structured_outputs=structured_outputs(body.response_format, body.structured_outputs),
     )
 
 
@@ -225,25 +271,77 @@ def chat_logprobs(body: ChatBody) -> int | None:
     return (body.top_logprobs or 0) if body.logprobs else None
 
 
+def check_truncation(body: SamplingBody) -> int | None:
+    """Returns how many of a prompt's last tokens are kept, None for all; -1: what the context has room for."""
+    size = body.truncate_prompt_tokens
+    if size is not None and size != -1 and size < 1:
+        raise RequestError(
+            f"truncate_prompt_tokens = {size} must be at least 1, or -1 for what the context has room for.",
+            param="truncate_prompt_tokens",
+        )
+    return size
+
+
+def _check_best_of(body: SamplingBody) -> None:
+    best_of = body.best_of if isinstance(body, CompletionBody) else None
+    if best_of is None:
+        return
+    if not body.num_choices <= best_of <= MAX_CHOICES:
+        raise RequestError(
+            f"best_of = {best_of} must be at least n = {body.num_choices} and at most {MAX_CHOICES}.", param="best_of"
+        )
+    if body.stream and best_of > body.num_choices:
+        raise RequestError(
+            "best_of can't be streamed: which replies are the best is known at their end.", param="best_of"
+        )
+
+
 def _plain_message(index: int, message: Message) -> dict[str, Any]:
     where = f"messages[{index}]"
     if message.role not in ROLES:
         raise RequestError(
             f"{where}.role = {message.role[:40]!r} is not supported{nearest(message.role, ROLES)}", param="messages"
         )
-    if message.tool_calls:
-        raise RequestError(f"{where}.tool_calls: tool calls are not supported.", param="messages")
-    if message.content is None:
+    if message.tool_calls and message.role != "assistant":
+        raise RequestError(f"{where}.tool_calls: only an assistant's message has them.", param="messages")
+    if message.content is None and not message.tool_calls:
         raise RequestError(f"{where}.content is missing; send a text.", param="messages")
-    if isinstance(message.content, str):
-        return {"role": ROLES[message.role], "content": message.content}
-    for part in message.content:
+    plain: dict[str, Any] = {"role": ROLES[message.role], "content": _text(where, message.content or "")}
+    if message.tool_calls:
+        plain["tool_calls"] = [_made_call(where, call) for call in message.tool_calls]
+    if message.role == "tool":
+        given = {"tool_call_id": message.tool_call_id, "name": message.name}
+        plain |= {key: value for key, value in given.items() if value is not None}
+    return plain
+
+
+def _text(where: str, content: str | list[ContentPart]) -> str:
+    if isinstance(content, str):
+        return content
+    for part in content:
         if part.type != "text" or part.text is None:
             raise RequestError(
                 f"{where}.content has a part of type {part.type[:40]!r}; this model reads parts of type 'text' only.",
                 param="messages",
             )
-    return {"role": ROLES[message.role], "content": "".join(part.text or "" for part in message.content)}
+    return "".join(part.text or "" for part in content)
+
+
+def _made_call(where: str, call: MadeCall) -> dict[str, Any]:
+    """Returns a call of the history with its arguments as an object, as templates take them."""
+    arguments = call.function.arguments
+    if isinstance(arguments, str):
+        try:
+            arguments = msgspec.json.decode(arguments or "{}")
+        except (msgspec.DecodeError, UnicodeError, RecursionError):
+            arguments = None
+        if not isinstance(arguments, dict):
+            raise RequestError(
+                f"{where}.tool_calls: the arguments of {call.function.name[:64]!r} are not a JSON object.",
+                param="messages",
+            )
+    function = {"name": call.function.name, "arguments": arguments or {}}
+    return {"type": "function", "function": function} | ({} if call.id is None else {"id": call.id})
 
 
 def _reject_constraint(name: str, value: Any) -> None:
@@ -251,9 +349,10 @@ def _reject_constraint(name: str, value: Any) -> None:
         return
     if value is None or value in _UNCONSTRAINED.get(name, ()):
         return
+    instead = successor(name)
     raise RequestError(
-        f"{name} is not supported by this server, and ignoring it would return a reply that does not follow it; "
-        "leave it out.",
+        f"{name} is not supported {'any more' if name.startswith('guided_') else 'here'}, and ignoring it would return "
+        f"a reply that does not follow it; {'leave it out' if instead is None else f'use {instead}'}.",
         param=name,
         code="unsupported_parameter",
     )

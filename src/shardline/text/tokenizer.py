@@ -105,8 +105,17 @@ class Tokenizer:
         template = self._fast.chat_template
         return template.get("default") if isinstance(template, dict) else template
 
-    def render_chat(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool) -> str:
-        """Returns what the chat template writes for `messages`, each a dict with `role` and `content`."""
+    def render_chat(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        tools: list[dict[str, Any]] | None = None,
+    ) -> str:
+        """Returns what the chat template writes for `messages`, each a dict with `role` and `content`.
+
+        `tools` are functions that the model may call, in OpenAI's form.
+        """
         if not self.has_chat_template:
             raise UsageError(
                 f"{self.name} has no chat template, so chat messages can't be rendered; "
@@ -115,14 +124,22 @@ class Tokenizer:
         from jinja2.exceptions import TemplateError
 
         try:
-            return self._fast.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+            return self._fast.apply_chat_template(
+                messages, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
+            )
         except (TemplateError, TypeError, KeyError, IndexError, AttributeError, ValueError) as error:
             # The template is a program from the folder, the messages are a request: either may be wrong.
             raise UsageError(f"The chat template of {self.name} rejects these messages: {error}.") from error
 
-    def encode_chat(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool) -> list[int]:
+    def encode_chat(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        tools: list[dict[str, Any]] | None = None,
+    ) -> list[int]:
         """Returns the ids of the rendered chat: the template writes the special tokens, nothing adds more."""
-        text = self.render_chat(messages, add_generation_prompt=add_generation_prompt)
+        text = self.render_chat(messages, add_generation_prompt=add_generation_prompt, tools=tools)
         return self._without_double_bos(self.encode(text))
 
     def save(self, folder: str | Path) -> None:
