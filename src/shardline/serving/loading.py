@@ -59,7 +59,9 @@ def replace_weights(decoder: Decoder | TensorParallelDecoder, folder: str | Path
     folder = find_model_folder(folder)
     theirs = read_config(folder)
     differing = [
-        field.name for field in fields(theirs) if getattr(theirs, field.name) != getattr(decoder.config, field.name)
+        field.name
+        for field in fields(theirs)
+        if field.compare and getattr(theirs, field.name) != getattr(decoder.config, field.name)
     ]
     if differing:
         raise ShardlineError(
