@@ -135,7 +135,9 @@ class LLM:
         conversations = [messages] if not messages or isinstance(messages[0], Mapping) else messages
         rendered = [_messages(conversation) for conversation in conversations]
         tokenizer = self.engine.tokenizer
-        texts = [tokenizer.render_chat(each, add_generation_prompt=add_generation_prompt) for each in rendered]
+        texts: list[str | None] = [
+            tokenizer.render_chat(each, add_generation_prompt=add_generation_prompt) for each in rendered
+        ]
         ids = [tokenizer.encode_chat(each, add_generation_prompt=add_generation_prompt) for each in rendered]
         return self._run(texts, ids, sampling_params, use_tqdm=use_tqdm, n=n, priority=None)
 

@@ -12,7 +12,7 @@ import pytest
 
 from serving.conftest import LocalServer, local_server
 from serving.test_http import slow_down, wait_for
-from serving.tiny_models import ScriptedTokens, make_engine
+from serving.tiny_models import OneText, ScriptedTokens, make_engine
 from shardline.serving.runner import Runner
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -24,16 +24,6 @@ FLAGS = [
 ]
 BREAK_IN = "<img src=x onerror=\"document.title='broken in'\"> & <b>bold</b>"
 REPLY = BREAK_IN + "\n\u65e5\u672c\u8a9e \U0001f469\u200d\U0001f467 end."
-
-
-class OneText(dict[str, list[int]]):
-    """Every request's script is the same text."""
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-
-    def __getitem__(self, name: str) -> list[int]:
-        return list(self.text.encode())
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,8 @@ from openai import OpenAI
 
 from serving.conftest import LocalServer, local_server
 from serving.test_http import FailingRunner, call, call_json, warm_engine
-from serving.tiny_models import make_engine
+from serving.tiny_models import SCRIPTS, OneText, ScriptedTokens, make_engine
+from shardline.serving.runner import Runner
 
 ASK = {"model": "tiny", "input": "Hello", "max_output_tokens": 8, "temperature": 0}
 
@@ -143,6 +144,35 @@ def test_what_can_not_be_done_is_refused(local: LocalServer):
         status, answer = call_json(local.url, "/v1/responses", {**ASK, **change})
         assert status == 400, change
         assert answer["error"]["param"] == param, change
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("text", SCRIPTS.values(), ids=SCRIPTS.keys())
+def test_no_stream_splits_a_character(path: str, text: str):
+    engine = make_engine()
+    engine.runner = Runner(engine.decoder, engine.kv_cache, ScriptedTokens(OneText(text)))  # type: ignore[arg-type]
+    num_tokens = len(text.encode())
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/responses": {"input": "x", "max_output_tokens": num_tokens},
+        "/v1/completions": {"prompt": "x", "max_tokens": num_tokens},
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}], "max_tokens": num_tokens},
+    }
+    with local_server(engine) as server:
+        _, _, data = call(server.url, path, {**bodies[path], "stream": True})
+    frames = [line.removeprefix("data: ") for line in data.decode().split("\n") if line.startswith("data: {")]
+    pieces = [piece for frame in frames if (piece := shown(json.loads(frame)))]
+    assert "".join(pieces) == text
+    assert len(pieces) > 3
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+def shown(event: dict[str, Any]) -> str:
+    """What one event adds to the reply, in any of the three forms."""
+    if "choices" in event:
+        return "".join(
+            choice.get("text") or choice.get("delta", {}).get("content") or "" for choice in event["choices"]
+        )
+    return event["delta"] if event["type"] == "response.output_text.delta" else ""
 
 
 def test_an_engine_failure_in_mid_stream_is_an_event():

@@ -99,6 +99,17 @@ class ScriptedTokens:
         return [Sampled(next_token(sequence), True) for sequence in sequences]
 
 
+class OneText(dict[str, list[int]]):
+    """A script for every request, whatever its name: the same text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self._text = text
+
+    def __getitem__(self, name: str) -> list[int]:
+        return list(self._text.encode())
+
+
 def bos_tokenizer(*, chat_template: str | None) -> Tokenizer:
     """The byte tokenizer in Llama's manner: a BOS before every plain text, and one that the template writes itself."""
     from tokenizers.processors import TemplateProcessing
