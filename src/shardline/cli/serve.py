@@ -48,6 +48,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_engine_arguments(parser)
     parser.add_argument(
+        "--tool-call-parser",
+        choices=["auto", "hermes", "llama3_json"],
+        default="auto",
+        help="how the model writes tool calls (default auto: as its chat template says)",
+    )
+    parser.add_argument(
         "--data-parallel-size",
         type=int,
         default=1,
@@ -123,6 +129,12 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         "--num-speculative-tokens", type=int, default=4, metavar="N", help="tokens guessed at a time (default 4)"
     )
     parser.add_argument(
+        "--logprobs-mode",
+        choices=["raw", "processed"],
+        default="raw",
+        help="raw: log-probabilities of the model; processed: of what tokens are drawn from (default raw)",
+    )
+    parser.add_argument(
         "--generation-config",
         choices=["auto", "none"],
         default="auto",
@@ -147,6 +159,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         quantization=args.quantization,
         kv_cache_dtype=args.kv_cache_dtype,
         enable_prefix_caching=args.enable_prefix_caching,
+        logprobs_mode=args.logprobs_mode,
         speculative=args.speculative,
         speculative_model=args.speculative_model,
         num_speculative_tokens=args.num_speculative_tokens,
@@ -184,6 +197,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                 model_name=model_name,
                 folder=args.folder,
                 defaults=opened.defaults,
+                tool_call_parser=args.tool_call_parser,
                 api_keys=tuple(args.api_key),
                 admin_key=args.admin_key,
                 allow_origins=tuple(args.allow_origin),

@@ -67,6 +67,7 @@ class ServerConfig:
 
     folder             where the weights came from: for sleep that gives them back too
     defaults           sampling values for what a request leaves out
+    tool_call_parser   how the model writes calls; auto: as its chat template says
     admin_key          without it there are no /admin/ endpoints
     allow_origins      web pages of these origins may call the API; none by default
     request_timeout_s  a reply that takes longer fails with 504
@@ -75,6 +76,7 @@ class ServerConfig:
     model_name: str
     folder: str | None = None
     defaults: dict[str, Any] = field(default_factory=dict)
+    tool_call_parser: str = "auto"
     api_keys: tuple[str, ...] = ()
     admin_key: str | None = None
     allow_origins: tuple[str, ...] = ()
@@ -122,7 +124,7 @@ def make_app(engine: Engine, config: ServerConfig) -> Starlette:
                 allow_origins=config.allow_origins,
                 allow_methods=["GET", "POST", "DELETE"],
                 allow_headers=["*"],
-                expose_headers=["x-request-id", "x-shardline-warning", "retry-after"],
+                expose_headers=["x-request-id", "x-shardline-warning", "x-shardline-logprobs-mode", "retry-after"],
             )
         )
     if config.api_keys:
@@ -160,7 +162,12 @@ class _Server:
             step_timeout_s=config.step_timeout_s,
             request_timeout_s=config.request_timeout_s,
         )
-        self._completions = Completions(self.async_engine, model_name=config.model_name, defaults=config.defaults)
+        self._completions = Completions(
+            self.async_engine,
+            model_name=config.model_name,
+            defaults=config.defaults,
+            tool_call_parser=config.tool_call_parser,
+        )
         self._embeddings = Embeddings(self.async_engine, self._completions, model_name=config.model_name)
         self._responses = Responses(
             self.async_engine,

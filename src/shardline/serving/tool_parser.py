@@ -44,8 +44,8 @@ Part = str | ToolCall
 
 class _Call(msgspec.Struct):
     name: str
-    arguments: msgspec.Raw | None = None
-    parameters: msgspec.Raw | None = None
+    arguments: msgspec.Raw = msgspec.Raw()  # as written; empty where it is missing
+    parameters: msgspec.Raw = msgspec.Raw()
 
 
 class ToolParser:
@@ -275,8 +275,7 @@ def _read_call(body: str, names: Collection[str] | None) -> ToolCall | None:
         call = msgspec.json.decode(body, type=_Call)
         if names is not None and call.name not in names:
             return None
-        raw = call.arguments if call.arguments is not None else call.parameters
-        arguments = "{}" if raw is None else bytes(raw).decode()
+        arguments = bytes(call.arguments or call.parameters).decode() or "{}"
         value = msgspec.json.decode(arguments)
         if isinstance(value, str):  # written as a text, as OpenAI's own format has it
             arguments = value
