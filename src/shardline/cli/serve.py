@@ -48,6 +48,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_engine_arguments(parser)
     parser.add_argument(
+        "--lora",
+        action="append",
+        default=[],
+        metavar="NAME=FOLDER",
+        help="LoRA adapter in PEFT's format, which clients ask for as the model NAME; may be repeated",
+    )
+    parser.add_argument(
         "--tool-call-parser",
         choices=["auto", "hermes", "llama3_json"],
         default="auto",
@@ -142,6 +149,16 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _adapters(words: list[str]) -> tuple[tuple[str, str], ...]:
+    pairs = [tuple(word.partition("=")[::2]) for word in words]
+    for word, (name, folder) in zip(words, pairs, strict=True):
+        if not name or not folder:
+            raise UsageError(f"--lora {word} must be NAME=FOLDER, as in --lora poems=path/to/adapter.")
+        if sum(name == other for other, _ in pairs) > 1:
+            raise UsageError(f"--lora names {name!r} twice; give each adapter a name of its own.")
+    return tuple(pairs)
+
+
 def engine_config(args: argparse.Namespace) -> EngineConfig:
     """Returns the engine's limits from the flags."""
     from shardline.serving.engine import EngineConfig
@@ -158,6 +175,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         batch_invariant=args.batch_invariant,
         quantization=args.quantization,
         kv_cache_dtype=args.kv_cache_dtype,
+        adapters=_adapters(getattr(args, "lora", [])),
         enable_prefix_caching=args.enable_prefix_caching,
         logprobs_mode=args.logprobs_mode,
         speculative=args.speculative,

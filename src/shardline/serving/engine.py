@@ -29,6 +29,7 @@ from shardline.serving.drafts import Drafter, DraftModel, PromptLookup
 from shardline.serving.engine_config import DTYPES, EngineConfig
 from shardline.serving.errors import RequestError
 from shardline.serving.loading import open_decoder, open_draft, replace_weights
+from shardline.serving.lora import Adapters
 from shardline.serving.paged import KVCache
 from shardline.serving.reply import ReplyText
 from shardline.serving.requests import FinishReason, Request, RequestOutput
@@ -76,7 +77,8 @@ class Engine:
         self._sampler = Sampler(
             eos_token_ids=in_vocabulary, encode=tokenizer.encode, logprobs_mode=config.logprobs_mode
         )
-        self.runner = Runner(decoder, self._cache, self._sampler)
+        self.adapters = self._open_adapters()
+        self.runner = Runner(decoder, self._cache, self._sampler, adapters=self.adapters)
         self._drafter = self._make_drafter(draft) if reusable else None
         self._switch_length = decoder.config.rope.switch_length
         self.num_drafts = self.num_draft_tokens = self.num_accepted_tokens = 0
@@ -93,6 +95,12 @@ class Engine:
 
     def check(self, request: Request) -> None:
         """Raises `RequestError` where this engine can't run the request. Reads constants only: any thread may call."""
+        served = [] if self.adapters is None else self.adapters.names
+        if request.adapter is not None and request.adapter not in served:
+            raise RequestError(
+                f"There is no adapter {request.adapter!r}; this engine has {', '.join(served) or 'none'}.",
+                param="model",
+            )
         _check_fits(request, max_model_len=self.max_model_len, vocab_size=self.decoder.config.vocab_size)
 
     def add_request(self, request: Request, *, arrived_s: float | None = None) -> None:
@@ -182,6 +190,13 @@ class Engine:
             dtype=self.config.kv_dtype(dtype),
             compute_dtype=dtype,
         )
+
+    def _open_adapters(self) -> Adapters | None:
+        if not self.config.adapters:
+            return None
+        if isinstance(self.decoder, TensorParallelDecoder):
+            raise UsageError("LoRA adapters can't be shared by processes; use --tensor-parallel-size 1.")
+        return Adapters(self.decoder, dict(self.config.adapters))
 
     def _make_drafter(self, draft: Decoder | None) -> Drafter | None:
         if self.config.speculative == "ngram":

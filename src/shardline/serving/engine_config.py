@@ -31,6 +31,7 @@ class EngineConfig:
     logprobs_mode           raw: log-probabilities of the model; processed: of what tokens are drawn from
     batch_invariant         a request's log-probabilities have the same bits whatever shares its batch
     quantization            weights of the linear maps in 8 bits (a scale each row) or 4 (one each group of 32)
+    adapters                (name, folder) of each LoRA adapter that requests may ask for
     kv_cache_dtype          of stored keys and values; auto: that of the weights; int8 has a scale each token and head
     """
 
@@ -51,6 +52,7 @@ class EngineConfig:
     logprobs_mode: Literal["raw", "processed"] = "raw"
     batch_invariant: bool = False
     quantization: Literal["none", "int8", "int4"] = "none"
+    adapters: tuple[tuple[str, str], ...] = ()
     kv_cache_dtype: Literal["auto", "fp32", "bf16", "int8"] = "auto"
 
     def kv_dtype(self, compute_dtype: torch.dtype) -> torch.dtype:

@@ -10,6 +10,7 @@ no tensor is made per token or per request. The head runs only on the rows whose
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -20,6 +21,7 @@ from torch import Tensor
 from shardline.kernels import is_batch_invariant
 from shardline.models.decoder import Decoder
 from shardline.serving.blocks import PADDING_BLOCK
+from shardline.serving.lora import Adapters
 from shardline.serving.paged import DecodeGroup, KVCache, PagedAttention, PrefillChunk, StepInputs
 from shardline.serving.sampler import Sampled, Sampler, top_logprobs
 from shardline.serving.scheduler import Chunk, Schedule
@@ -49,10 +51,18 @@ class Computed:
 class Runner:
     """Runs steps of one decoder over one KV cache."""
 
-    def __init__(self, decoder: Decoder | TensorParallelDecoder, cache: KVCache, sampler: Sampler) -> None:
+    def __init__(
+        self,
+        decoder: Decoder | TensorParallelDecoder,
+        cache: KVCache,
+        sampler: Sampler,
+        *,
+        adapters: Adapters | None = None,
+    ) -> None:
         self._decoder = decoder
         self._cache = cache
         self._sampler = sampler
+        self._adapters = adapters
 
     @torch.inference_mode()
     def run(self, schedule: Schedule) -> Computed:
@@ -97,13 +107,20 @@ class Runner:
     def _hidden(self, chunks: list[Chunk]) -> tuple[Tensor, list[int]]:
         """Returns what the head reads, [T, D], and the last row of each chunk; decode chunks must come first."""
         inputs, last_rows = self._prepare(chunks)
-        x_TD = self._decoder.hidden_states(
-            inputs.tokens_T.unsqueeze(0),
-            positions_BT=inputs.positions_T.unsqueeze(0),
-            lengths_BT=None if inputs.lengths_T is None else inputs.lengths_T.unsqueeze(0),
-            attention=PagedAttention(self._cache, inputs),
-        )[0]
+        with self._adapting(chunks):
+            x_TD = self._decoder.hidden_states(
+                inputs.tokens_T.unsqueeze(0),
+                positions_BT=inputs.positions_T.unsqueeze(0),
+                lengths_BT=None if inputs.lengths_T is None else inputs.lengths_T.unsqueeze(0),
+                attention=PagedAttention(self._cache, inputs),
+            )[0]
         return x_TD, last_rows
+
+    def _adapting(self, chunks: list[Chunk]) -> AbstractContextManager[None]:
+        if self._adapters is None or all(chunk.sequence.request.adapter is None for chunk in chunks):
+            return nullcontext()
+        names = [chunk.sequence.request.adapter for chunk in chunks for _ in range(chunk.num_tokens)]
+        return self._adapters.active(names)
 
     def _prepare(self, chunks: list[Chunk]) -> tuple[StepInputs, list[int]]:
         """Returns the step's tensors and the last row of each chunk; decode chunks come first."""
