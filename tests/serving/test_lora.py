@@ -9,12 +9,14 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from models.oracle import save_oracle
+from serving.conftest import local_server
 from serving.tiny_models import make_request
 from shardline.checkpoints.huggingface import load_decoder, read_config
 from shardline.config import ShardlineError, UsageError
@@ -156,6 +158,37 @@ def test_an_adapter_that_is_not_served_is_refused(served):
         make_engine(folder, adapters).add_request(scored("a", "poems"))
     with pytest.raises(RequestError, match="this engine has none"):
         make_engine(folder, {}).add_request(scored("a", "plain"))
+
+
+def test_clients_choose_by_model_name(served):
+    folder, adapters, _ = served
+    engine = make_engine(folder, {"plain": adapters["plain"], "rslora": adapters["rslora"]}, max_model_len=200)
+    expected = {
+        name: engine.generate([scored("a", name, tuple(b"hello"), prompt_logprobs=None)])[0].token_ids
+        for name in (None, "plain", "rslora")
+    }
+    assert len({tuple(ids) for ids in expected.values()}) == 3
+    with local_server(engine) as server, httpx2.Client(base_url=server.url) as client:
+        cards = client.get("/v1/models").json()["data"]
+        assert [(card["id"], card["parent"]) for card in cards] == [
+            ("tiny", None),
+            ("plain", "tiny"),
+            ("rslora", "tiny"),
+        ]
+        assert client.get("/v1/models/plain").json()["root"] == str(adapters["plain"])
+        for name, ids in expected.items():
+            body = {"prompt": "hello", "temperature": 0, "max_tokens": 8, "ignore_eos": True, "model": name or "tiny"}
+            reply = client.post("/v1/completions", json=body).json()
+            assert reply["model"] == (name or "tiny")
+            assert reply["choices"][0]["text"] == engine.tokenizer.decode(ids)
+        vectors = [
+            client.post("/v1/embeddings", json={"input": "hello", "model": name}).json() for name in ("tiny", "plain")
+        ]
+        assert [each["model"] for each in vectors] == ["tiny", "plain"]
+        assert vectors[0]["data"][0]["embedding"] != vectors[1]["data"][0]["embedding"]
+        refused = client.post("/v1/completions", json={"prompt": "x", "model": "poems"})
+        assert refused.status_code == 404
+        assert "this server has 'tiny', 'plain', 'rslora'" in refused.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(

@@ -62,6 +62,7 @@ class Embeddings:
                 prompt_token_ids=tuple(prompt),
                 sampling=SamplingParams(max_tokens=0),
                 pooling=body.pooling or "mean",
+                adapter=self._async_engine.engine.adapter_of(body.model),
             )
             for index, prompt in enumerate(prompts)
         ]
@@ -69,11 +70,15 @@ class Embeddings:
             self._check(request)
         outputs = await while_connected(http.receive, self._run(requests))
         content = await asyncio.to_thread(
-            self._encode, outputs, sum(map(len, prompts)), as_text=body.encoding_format == "base64"
+            self._encode,
+            outputs,
+            sum(map(len, prompts)),
+            model=body.model or self._model_name,
+            as_text=body.encoding_format == "base64",
         )
         return Response(content, media_type="application/json", headers={**headers, "x-request-id": name})
 
-    def _encode(self, outputs: list[RequestOutput], num_tokens: int, *, as_text: bool) -> bytes:
+    def _encode(self, outputs: list[RequestOutput], num_tokens: int, *, model: str, as_text: bool) -> bytes:
         """Returns the answer's body; for many vectors it takes longer than the event loop should be away."""
         data = [
             {
@@ -86,7 +91,7 @@ class Embeddings:
         content: dict[str, Any] = {
             "object": "list",
             "data": data,
-            "model": self._model_name,
+            "model": model,
             "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
         }
         return msgspec.json.encode(content)

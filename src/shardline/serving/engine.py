@@ -93,6 +93,10 @@ class Engine:
     def kv_cache(self) -> KVCache:
         return self._cache
 
+    def adapter_of(self, model: str | None) -> str | None:
+        """Returns the LoRA adapter that a request for this model name means, or None."""
+        return model if self.adapters is not None and model in self.adapters.names else None
+
     def check(self, request: Request) -> None:
         """Raises `RequestError` where this engine can't run the request. Reads constants only: any thread may call."""
         served = [] if self.adapters is None else self.adapters.names

@@ -185,15 +185,19 @@ class _Server:
             admin=config.admin_key is not None,
         )
         self._openapi = msgspec.json.encode(document)
-        self._card = {
-            "id": config.model_name,
-            "object": "model",
-            "created": int(time.time()),
-            "owned_by": "shardline",
-            "root": config.model_name,
-            "parent": None,
-            "max_model_len": engine.max_model_len,
-        }
+        created = int(time.time())
+        self._cards = [
+            {
+                "id": name,
+                "object": "model",
+                "created": created,
+                "owned_by": "shardline",
+                "root": root,
+                "parent": None if name == config.model_name else config.model_name,
+                "max_model_len": engine.max_model_len,
+            }
+            for name, root in ((config.model_name, config.model_name), *engine.config.adapters)
+        ]
         self._warned: set[str] = set()
 
     @asynccontextmanager
@@ -273,11 +277,12 @@ class _Server:
         return json_response(await self._admin.wake(body), headers=headers)
 
     async def models(self, _request: Request) -> Response:
-        return json_response({"object": "list", "data": [self._card]})
+        return json_response({"object": "list", "data": self._cards})
 
     async def model(self, request: Request) -> Response:
-        self._check_model(request.path_params["model"])
-        return json_response(self._card)
+        name = request.path_params["model"]
+        self._check_model(name)
+        return json_response(next(card for card in self._cards if card["id"] == name))
 
     async def health(self, _request: Request) -> Response:
         return _state(self.async_engine.health(), code="engine_unhealthy")
@@ -322,10 +327,11 @@ class _Server:
         raise BodyTooLargeError(f"The body is larger than this server's limit of {limit} bytes.")
 
     def _check_model(self, name: str | None) -> None:
-        if name in (None, "", self._config.model_name):
+        if name in (None, "", self._config.model_name) or self._engine.adapter_of(name) is not None:
             return
+        served = ", ".join(repr(card["id"]) for card in self._cards)
         raise ModelNotFoundError(
-            f"The model {str(name)[:100]!r} is not served here; this server has {self._config.model_name!r}.",
+            f"The model {str(name)[:100]!r} is not served here; this server has {served}.",
             param="model",
         )
 
