@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from serving.tiny_models import make_request
+from shardline.serving.requests import RequestError, SamplingParams
 from shardline.serving.sampler import NUM_CANDIDATES, Sampled, Sampler, top_logprobs
 from shardline.serving.sequence import Sequence
 
@@ -181,3 +183,190 @@ def test_top_logprobs_of_more_than_the_vocabulary_is_the_vocabulary():
 def test_min_tokens_with_nothing_to_bar_changes_nothing():
     sequence = make_sequence(temperature=0.0, min_tokens=2, ignore_eos=True)
     assert sample(LOGITS, sequence).token_id == 0
+
+
+# Edits of logits: allowed tokens, bad words, grammars, for all rows at once
+
+
+class FixedGrammar:
+    """A grammar that allows the same tokens for ever."""
+
+    def __init__(self, tokens: set[int], *, finished: bool = False, error: str | None = None) -> None:
+        self.tokens, self.finished, self.error = tokens, finished, error
+
+    def fill(self, mask_W: Tensor) -> None:
+        for token in self.tokens:
+            mask_W[token // 32] |= 1 << token % 32 if token % 32 < 31 else -(2**31)
+
+    def accept(self, token_id: int) -> None: ...
+
+
+def with_grammar(grammar: FixedGrammar, **sampling: Any) -> Sequence:
+    sequence = make_sequence(**sampling)
+    sequence.request = dataclasses.replace(sequence.request, grammar=grammar)
+    return sequence
+
+
+def test_only_allowed_tokens_are_chosen():
+    seen = frequencies(LOGITS, allowed_token_ids=(1, 3))
+    expected = torch.zeros(8)
+    expected[[1, 3]] = LOGITS[[1, 3]].softmax(0)
+    torch.testing.assert_close(seen, expected, atol=0.035, rtol=0)
+
+
+@pytest.mark.parametrize("vocab_size", [8, 31, 32, 33, 64, 1000])
+def test_a_mask_covers_every_token_of_the_vocabulary(vocab_size: int):
+    for token in (0, vocab_size // 2, vocab_size - 1):
+        logits = torch.zeros(2, vocab_size)
+        rows = [with_grammar(FixedGrammar({token}), temperature=0.0), make_sequence(allowed_token_ids=(token,))]
+        assert [each.token_id for each in Sampler().sample(logits, rows)] == [token, token]
+        assert logits.isneginf().sum() == 2 * (vocab_size - 1)
+
+
+def test_a_grammar_and_allowed_tokens_hold_together():
+    sequence = with_grammar(FixedGrammar({1, 3, 5}), allowed_token_ids=(3, 4), temperature=0.0)
+    assert sample(LOGITS, sequence).token_id == 3
+    stuck = sample(LOGITS, with_grammar(FixedGrammar({1}), allowed_token_ids=(3,)))
+    assert stuck.error is not None
+    assert stuck.finite
+    broken = sample(LOGITS, with_grammar(FixedGrammar({1}, error="too complex")))
+    assert str(broken.error) == "too complex"
+
+
+def test_not_a_number_below_a_mask_is_still_seen():
+    logits = LOGITS.clone()
+    logits[0] = math.nan
+    assert not sample(logits, make_sequence(allowed_token_ids=(1, 2))).finite
+
+
+def test_bad_words_are_barred_where_they_would_be_completed():
+    def encode(text: str) -> list[int]:
+        return {"one": [0], " one": [4], "two": [1, 2], " two": [3, 2]}[text]
+
+    def choice(reply: tuple[int, ...], logits: Tensor = LOGITS) -> int:
+        sampler = Sampler(encode=encode)
+        sequence = make_sequence(reply=reply, temperature=0.0, bad_words=("one", "two"))
+        return sampler.sample(logits.clone().unsqueeze(0), [sequence])[0].token_id
+
+    assert choice(()) == 1  # 0 and 4 would be the likeliest
+    favoured = LOGITS.clone()
+    favoured[2] = 9.0
+    assert choice((), favoured) == 2
+    assert choice((1,), favoured) != 2
+    assert choice((3,), favoured) != 2
+    assert choice((1, 5), favoured) == 2
+
+
+def test_penalties_keep_up_with_a_reply_that_grows():
+    torch.manual_seed(0)
+    settings = {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.2, "temperature": 0.0}
+    sampler = Sampler()
+    growing = make_sequence(prompt=(3, 4, 4), **settings)
+    for _ in range(150):
+        logits = torch.randn(400)
+        row = logits.clone().unsqueeze(0)
+        [drawn] = sampler.sample(row, [growing])
+        fresh = make_sequence(prompt=(3, 4, 4), reply=tuple(growing.token_ids[3:]), **settings)
+        again = logits.clone().unsqueeze(0)
+        Sampler().sample(again, [fresh])
+        assert torch.equal(row, again)
+        expected = logits.clone()
+        for token in set(growing.token_ids):
+            value = expected[token]
+            expected[token] = value / 1.3 if value > 0 else value * 1.3
+        for token in growing.token_ids[3:]:
+            expected[token] -= 0.2
+        for token in set(growing.token_ids[3:]):
+            expected[token] -= 0.4
+        torch.testing.assert_close(row[0], expected)
+        growing.token_ids.append(drawn.token_id)
+
+
+def test_no_row_depends_on_the_rows_beside_it_to_the_last_bit():
+    torch.manual_seed(1)
+    logits = torch.randn(12, 3000) * 3
+    settings: list[dict[str, Any]] = [
+        {},
+        {"top_k": 900, "logprobs": 3},
+        {"top_p": 0.9, "repetition_penalty": 1.2},
+        {"top_p": 0.9999, "logit_bias": {5: 3.0, 7: -100.0}},
+        {"min_p": 0.01, "presence_penalty": 1.5, "logprobs": 20},
+        {"temperature": 0.0, "logprobs": -1},
+        {"allowed_token_ids": tuple(range(10, 2000))},
+        {"min_tokens": 9, "stop_token_ids": (3, 4), "top_k": 5},
+        {"frequency_penalty": 0.7, "top_p": 0.5, "logprobs": 1},
+        {"temperature": 0.3, "top_k": 40, "top_p": 0.9, "min_p": 0.02},
+        {"logprobs": 0},
+        {"temperature": 1.9, "top_p": 0.99999},
+    ]
+    for mode in ("raw", "processed"):
+        reply = (11, 12, 11)
+        rows = [make_sequence(seed=i, reply=reply, **s) for i, s in enumerate(settings)]
+        batch = logits.clone()
+        together = Sampler(eos_token_ids=[7], logprobs_mode=mode).sample(batch, rows)
+        for row, setting in enumerate(settings):
+            single = logits[row : row + 1].clone()
+            alone = make_sequence(seed=row, reply=reply, **setting)
+            [choice] = Sampler(eos_token_ids=[7], logprobs_mode=mode).sample(single, [alone])
+            assert choice == together[row], setting
+            assert torch.equal(single[0], batch[row])
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [{}, {"top_k": 3}, {"top_p": 0.6}, {"min_p": 0.3}, {"top_k": 6, "min_p": 0.2}, {"logit_bias": {0: -9.0}}],
+    ids=str,
+)
+def test_processed_logprobs_are_those_of_the_distribution_drawn_from(cut: dict[str, Any]):
+    sampler = Sampler(logprobs_mode="processed")
+    edited = LOGITS.clone()
+    for token, bias in cut.get("logit_bias", {}).items():
+        edited[token] += bias
+    cuts = {name: value for name, value in cut.items() if name != "logit_bias"}
+    expected = kept((edited / 0.7).softmax(0), **cuts)
+    [drawn] = sampler.sample(LOGITS.clone().unsqueeze(0), [make_sequence(temperature=0.7, logprobs=8, seed=3, **cut)])
+    assert drawn.logprob == pytest.approx(math.log(expected[drawn.token_id]), abs=1e-5)
+    scores = {token: math.exp(score) for token, score in drawn.top_logprobs}
+    assert scores == pytest.approx({i: p.item() for i, p in enumerate(expected) if p > 0}, abs=1e-5)
+    # A greedy row has neither a temperature nor cuts.
+    [greedy] = sampler.sample(LOGITS.clone().unsqueeze(0), [make_sequence(temperature=0.0, logprobs=0, **cut)])
+    assert greedy.logprob == pytest.approx(edited.log_softmax(0).max().item(), abs=1e-6)
+
+
+def test_processed_logprobs_of_a_flat_distribution_go_beyond_the_candidates():
+    torch.manual_seed(0)
+    logits = torch.randn(4 * NUM_CANDIDATES) * 0.05
+    expected = kept(logits.softmax(0), top_p=0.9)
+    sequence = make_sequence(top_p=0.9, logprobs=-1, seed=1)
+    [drawn] = Sampler(logprobs_mode="processed").sample(logits.clone().unsqueeze(0), [sequence])
+    assert len(drawn.top_logprobs) == (expected > 0).sum()
+    assert sum(math.exp(score) for _, score in drawn.top_logprobs) == pytest.approx(1.0, abs=1e-4)
+
+
+def test_minus_one_is_the_whole_vocabulary():
+    drawn = sample(LOGITS, make_sequence(temperature=0.0, logprobs=-1))
+    assert [token for token, _ in drawn.top_logprobs] == LOGITS.argsort(descending=True).tolist()
+
+
+def test_samples_differ_and_repeat():
+    params = SamplingParams(n=3, seed=2**63 - 2)
+    seeds = [each.seed for each in params.samples()]
+    assert seeds == [2**63 - 2, 2**63 - 1, -(2**63)]
+    assert {each.n for each in params.samples()} == {1}
+    assert [each.seed for each in SamplingParams(n=2).samples()] == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"n": 0}, "n = 0"),
+        ({"logprobs": -2}, "between 0 and 20, or -1"),
+        ({"logprobs": 21}, "between 0 and 20"),
+        ({"allowed_token_ids": ()}, "at least one token"),
+        ({"bad_words": ("",)}, "empty word"),
+        ({"bad_words": ("x",) * 2000}, "at most 1024"),
+    ],
+)
+def test_settings_that_can_not_be_used(given: dict[str, Any], words: str):
+    with pytest.raises(RequestError, match=words):
+        SamplingParams(**given)
