@@ -26,12 +26,22 @@ import msgspec
 from shardline.config.errors import UsageError, nearest
 from shardline.serving import requests as engine_requests
 from shardline.serving.engine import Engine, EngineConfig
+from shardline.serving.grammar import CompiledGrammar, GrammarCompiler
 from shardline.serving.protocol import Message, chat_messages
-from shardline.serving.requests import Request, RequestError, SamplingParams, TopLogprobs
+from shardline.serving.requests import Request, RequestError, SamplingParams, StructuredOutputs, TopLogprobs
 from shardline.serving.startup import open_engine
 from shardline.text.tokenizer import Tokenizer
 
-__all__ = ["LLM", "CompletionOutput", "EmbeddingOutput", "Logprob", "Prompt", "RequestOutput", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "EmbeddingOutput",
+    "Logprob",
+    "Prompt",
+    "RequestOutput",
+    "SamplingParams",
+    "StructuredOutputs",
+]
 
 Prompt: TypeAlias = str | list[int] | tuple[int, ...] | Mapping[str, Any]
 
@@ -95,6 +105,7 @@ class LLM:
     ) -> None:
         self._opened = open_engine(model, _engine_config(limits), generation_config=generation_config)
         self._ids = itertools.count()
+        self._grammars: GrammarCompiler | None = None
 
     @property
     def engine(self) -> Engine:
@@ -113,14 +124,13 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool | Callable[..., Any] = True,
-        n: int = 1,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Continues each prompt, `n` times; sampling parameters are for all or one a prompt."""
+        """Continues each prompt, `sampling_params.n` times; sampling parameters are for all or one a prompt."""
         listed = _prompt_list(prompts)
         texts = [_text_of(prompt) for prompt in listed]
         ids = [self._encode(prompt) for prompt in listed]
-        return self._run(texts, ids, sampling_params, use_tqdm=use_tqdm, n=n, priority=priority)
+        return self._run(texts, ids, sampling_params, use_tqdm=use_tqdm, priority=priority)
 
     def chat(
         self,
@@ -128,7 +138,6 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool | Callable[..., Any] = True,
-        n: int = 1,
         add_generation_prompt: bool = True,
     ) -> list[RequestOutput]:
         """Answers one conversation or several, each a list of messages."""
@@ -139,7 +148,7 @@ class LLM:
             tokenizer.render_chat(each, add_generation_prompt=add_generation_prompt) for each in rendered
         ]
         ids = [tokenizer.encode_chat(each, add_generation_prompt=add_generation_prompt) for each in rendered]
-        return self._run(texts, ids, sampling_params, use_tqdm=use_tqdm, n=n, priority=None)
+        return self._run(texts, ids, sampling_params, use_tqdm=use_tqdm, priority=None)
 
     def embed(
         self,
@@ -184,41 +193,48 @@ class LLM:
         given: SamplingParams | Sequence[SamplingParams] | None,
         *,
         use_tqdm: bool | Callable[..., Any],
-        n: int,
         priority: Sequence[int] | None,
     ) -> list[RequestOutput]:
         params = self._params(given, len(ids))
-        if n < 1:
-            raise UsageError(f"n = {n} must be at least 1.")
         if priority is not None and len(priority) != len(ids):
             raise UsageError(f"There are {len(ids)} prompts but {len(priority)} priorities; give one for each.")
         names = [str(next(self._ids)) for _ in ids]
+        grammars = [None if p.structured_outputs is None else self._compile(p.structured_outputs) for p in params]
         requests = [
             Request(
                 request_id=f"{names[i]}-{j}",
                 prompt_token_ids=tuple(ids[i]),
-                sampling=_for_sample(params[i], j),
+                sampling=sampling,
                 priority=0 if priority is None else priority[i],
+                grammar=None if (grammar := grammars[i]) is None else grammar.start(),
             )
             for i in range(len(ids))
-            for j in range(n)
+            for j, sampling in enumerate(params[i].samples())
         ]
-        answers = self._answer(requests, use_tqdm=use_tqdm)
+        answers = iter(self._answer(requests, use_tqdm=use_tqdm))
         outputs = []
         for i, name in enumerate(names):
-            samples = answers[i * n : (i + 1) * n]
-            first = samples[0]
+            samples = list(itertools.islice(answers, params[i].n))
             outputs.append(
                 RequestOutput(
                     request_id=name,
                     prompt=texts[i],
                     prompt_token_ids=ids[i],
-                    prompt_logprobs=self._prompt_logprobs(ids[i], first, params[i]),
+                    prompt_logprobs=self._prompt_logprobs(ids[i], samples[0], params[i]),
                     outputs=[self._completion(j, sample, params[i]) for j, sample in enumerate(samples)],
-                    num_cached_tokens=first.num_cached_tokens,
+                    num_cached_tokens=samples[0].num_cached_tokens,
                 )
             )
         return outputs
+
+    def _compile(self, wanted: StructuredOutputs) -> CompiledGrammar:
+        if self._grammars is None:
+            self._grammars = GrammarCompiler(
+                self.engine.tokenizer,
+                vocab_size=self.engine.decoder.config.vocab_size,
+                eos_token_ids=self.engine.eos_token_ids,
+            )
+        return self._grammars.compile_now(wanted)
 
     def _params(
         self, given: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
@@ -320,13 +336,6 @@ def _messages(conversation: Any) -> list[dict[str, Any]]:
         return chat_messages(msgspec.convert([dict(message) for message in conversation], list[Message]))
     except msgspec.ValidationError as error:
         raise RequestError(f"messages: {error}.", param="messages") from None
-
-
-def _for_sample(params: SamplingParams, sample: int) -> SamplingParams:
-    """The samples of one prompt must differ, and be the same again for the same seed."""
-    if sample == 0 or params.seed is None:
-        return params
-    return dataclasses.replace(params, seed=(params.seed + sample) % 2**63)
 
 
 def _progress_bar(use_tqdm: bool | Callable[..., Any], total: int) -> Any:

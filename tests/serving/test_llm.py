@@ -17,6 +17,7 @@ from shardline.checkpoints.huggingface import load_decoder
 from shardline.config import UsageError
 from shardline.serving.engine import Engine, EngineConfig
 from shardline.serving.errors import RequestError
+from shardline.serving.requests import StructuredOutputs
 from shardline.serving.startup import OpenedEngine
 from shardline.text.tokenizer import CHATML_TEMPLATE
 
@@ -97,8 +98,8 @@ def test_log_probabilities_are_the_trainers(llm: LLM, tiny_folder: Path):
 
 
 def test_samples_of_one_prompt_differ_and_repeat(llm: LLM):
-    params = SamplingParams(temperature=1.0, seed=5, max_tokens=12, ignore_eos=True)
-    first, again = (llm.generate("Hello", params, n=3, use_tqdm=False)[0] for _ in range(2))
+    params = SamplingParams(n=3, temperature=1.0, seed=5, max_tokens=12, ignore_eos=True)
+    first, again = (llm.generate(["Hello", "x"], [params, GREEDY], use_tqdm=False)[0] for _ in range(2))
     assert [sample.index for sample in first.outputs] == [0, 1, 2]
     texts = [tuple(sample.token_ids) for sample in first.outputs]
     assert len(set(texts)) == 3
@@ -132,6 +133,17 @@ def test_there_is_never_a_second_bos(llm: LLM, monkeypatch: pytest.MonkeyPatch):
         assert output.prompt_token_ids[0] == tokenizer.bos_token_id
 
 
+def test_replies_follow_what_they_must(llm: LLM):
+    wanted = [StructuredOutputs(choice=("yes", "no")), StructuredOutputs(regex="[0-9]{4}")]
+    params = [SamplingParams(max_tokens=12, structured_outputs=each) for each in wanted]
+    first, second = llm.generate(["a", "b"], params, use_tqdm=False)
+    assert first.outputs[0].text in ("yes", "no")
+    assert second.outputs[0].text.isdigit()
+    assert len(second.outputs[0].text) == 4
+    with pytest.raises(RequestError, match="structured_outputs"):
+        llm.generate("a", SamplingParams(structured_outputs=StructuredOutputs(regex="(")), use_tqdm=False)
+
+
 def test_embeddings_have_length_one(llm: LLM):
     outputs = llm.embed(PROMPTS, pooling="last", use_tqdm=False)
     assert all(sum(x * x for x in output.embedding) == pytest.approx(1.0) for output in outputs)
@@ -145,8 +157,8 @@ def test_what_can_not_be_run_is_said_before_anything_runs(llm: LLM):
         llm.generate(["a", "b"], [GREEDY], use_tqdm=False)
     with pytest.raises(UsageError, match="did you mean 'max_num_seqs'"):
         LLM("anywhere", max_num_seq=3)
-    with pytest.raises(UsageError, match="n = 0"):
-        llm.generate("a", GREEDY, n=0)
+    with pytest.raises(UsageError, match="1 prompts but 2 priorities"):
+        llm.generate("a", GREEDY, priority=[1, 2])
     with pytest.raises(RequestError, match="role"):
         llm.chat([{"content": "no role"}])
     assert not llm.engine.has_unfinished

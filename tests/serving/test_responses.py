@@ -115,6 +115,21 @@ def test_the_output_of_a_response_can_be_sent_back_as_input(local: LocalServer, 
         client.responses.retrieve(first.id)
 
 
+@pytest.mark.parametrize("streaming", [False, True], ids=["whole", "stream"])
+def test_a_reply_follows_the_schema(client: OpenAI, streaming: bool):
+    schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
+    wanted: Any = {"format": {"type": "json_schema", "name": "answer", "schema": schema}}
+    asked: Any = {**ASK, "max_output_tokens": 60, "temperature": 1.0, "text": wanted}
+    response: Any = client.responses.create(**asked, stream=streaming)
+    if streaming:
+        response = list(response)[-1].response
+    assert response.text.format.name == "answer"
+    if response.status == "completed":
+        assert isinstance(json.loads(response.output_text)["ok"], bool)
+    else:  # a random model may write blanks until the limit
+        assert response.output_text.lstrip().startswith("{")
+
+
 def test_the_store_keeps_the_newest():
     with local_server(make_engine(), max_stored_responses=2) as server:
         names = [call_json(server.url, "/v1/responses", ASK)[1]["id"] for _ in range(3)]
@@ -128,7 +143,9 @@ def test_what_can_not_be_done_is_refused(local: LocalServer):
     for change, param in [
         ({"tools": [{"type": "function", "name": "f"}]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"text": {"format": {"type": "json_schema", "schema": {}}}}, "text"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text"),
+        ({"text": {"format": {"type": "yaml"}}}, "text"),
+        ({"text": {"format": {"type": "text", "schemas": {}}}}, "text.format"),
         ({"background": True}, "background"),
         ({"truncation": "auto"}, "truncation"),
         ({"max_output_tokens": 0}, "max_output_tokens"),

@@ -96,7 +96,10 @@ class Answers:
 
     def failure(self, output: RequestOutput) -> ServingError:
         """Returns what to raise for an output that ended in an error."""
-        return self._failure or GenerationFailedError(output.error or "The engine failed this request.")
+        message = output.error or "The engine failed this request."
+        if output.error_param is not None:
+            return RequestError(message, param=output.error_param)
+        return self._failure or GenerationFailedError(message)
 
     def expire_after(self, timer: asyncio.TimerHandle) -> None:
         self._timer = timer

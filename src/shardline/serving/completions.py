@@ -107,9 +107,9 @@ class Completions:
             sampling = dataclasses.replace(sampling, logprobs=0)  # to know which are the best
         repeated = {i: tuple(prompts[i // body.num_choices]) for i in range(len(prompts) * body.num_choices)}
         form = CompletionFormat(
-            self._tokenizer, model=self._model_name, logprobs=body.logprobs, echo=repeated if echo else {}
+            self._tokenizer, model=body.model or self._model_name, logprobs=body.logprobs, echo=repeated if echo else {}
         )
-        grammar = await self._compile(sampling)
+        grammar = await self.compile_grammar(sampling)
         sampling = dataclasses.replace(sampling, n=body.num_samples)
         return await self._answer(http, body, headers, form, prompts, sampling, grammar)
 
@@ -133,16 +133,17 @@ class Completions:
         sampling = make_sampling(
             body, self._defaults, max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=body.prompt_logprobs
         )
-        grammar = await self._compile(sampling, plan)
+        grammar = await self.compile_grammar(sampling, plan)
         if plan is not None:
             sampling = dataclasses.replace(sampling, stop=(*sampling.stop, *plan.stop))
             if special_markers(plan.style, self._tokenizer):  # the parser must see them
                 sampling = dataclasses.replace(sampling, skip_special_tokens=False)
-        form = ChatFormat(self._tokenizer, model=self._model_name, logprobs=logprobs is not None, tools=plan)
+        model = body.model or self._model_name
+        form = ChatFormat(self._tokenizer, model=model, logprobs=logprobs is not None, tools=plan)
         sampling = dataclasses.replace(sampling, n=body.num_choices)
         return await self._answer(http, body, headers, form, [prompt], sampling, grammar)
 
-    async def _compile(self, sampling: SamplingParams, plan: ToolPlan | None = None) -> CompiledGrammar | None:
+    async def compile_grammar(self, sampling: SamplingParams, plan: ToolPlan | None = None) -> CompiledGrammar | None:
         """Returns what the reply must follow, compiled on other threads; None where it is free."""
         if plan is not None:
             special = special_markers(plan.style, self._tokenizer)
@@ -207,6 +208,7 @@ class Completions:
                 prompt_token_ids=tuple(prompts[index // len(samples)]),
                 sampling=samples[index % len(samples)],
                 priority=body.priority or 0,
+                adapter=self._engine.adapter_of(body.model),
                 grammar=None if grammar is None else grammar.start(),
             )
             for index in range(len(prompts) * len(samples))
@@ -319,8 +321,6 @@ async def _collect(answers: Answers, requests: list[Request]) -> list[RequestOut
     }
     async for output in answers:
         if output.finish_reason is FinishReason.ERROR:
-            if output.error_param is not None:
-                raise RequestError(output.error or "", param=output.error_param)
             raise answers.failure(output)
         whole[output.request_id].extend(output)
     return list(whole.values())

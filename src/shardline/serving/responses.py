@@ -1,4 +1,4 @@
-"""`/v1/responses`: OpenAI's newer form of a chat, for text. A conversation goes on by the id of its last response.
+"""`/v1/responses`: OpenAI's newer form of a chat, for text and JSON. A conversation goes on by its last response's id.
 
     {"input": "Hello", "instructions": "Be brief.", "max_output_tokens": 64, "stream": true}
     {"input": "And then?", "previous_response_id": "resp_..."}
@@ -23,6 +23,7 @@ from starlette.responses import Response
 
 from shardline.serving.async_engine import Answers, AsyncEngine
 from shardline.serving.completions import Completions, EventStream
+from shardline.serving.constraints import JsonSchema, ResponseFormat
 from shardline.serving.disconnect import while_connected
 from shardline.serving.errors import NotFoundError, RequestError
 from shardline.serving.protocol import ChatBody, Message, chat_messages, make_sampling
@@ -45,8 +46,14 @@ class InputItem(msgspec.Struct, kw_only=True):
     type: str | None = None
 
 
-class TextFormat(msgspec.Struct, kw_only=True):
+class TextFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What the reply must follow, as in `response_format`, but without a level between."""
+
     type: str = "text"
+    name: str | None = None
+    description: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
 class TextOptions(msgspec.Struct, kw_only=True):
@@ -109,8 +116,16 @@ class Responses:
             raise RequestError(
                 f"max_output_tokens = {body.max_output_tokens} must be at least 1.", param="max_output_tokens"
             )
-        reply = _Reply(body, self._model_name, num_prompt_tokens=len(prompt))
-        request = Request(request_id=reply.id, prompt_token_ids=tuple(prompt), sampling=self._sampling(body, reply.id))
+        reply = _Reply(body, body.model or self._model_name, num_prompt_tokens=len(prompt))
+        sampling = self._sampling(body)
+        grammar = await self._completions.compile_grammar(sampling)
+        request = Request(
+            request_id=reply.id,
+            prompt_token_ids=tuple(prompt),
+            sampling=sampling,
+            grammar=None if grammar is None else grammar.start(),
+            adapter=self._async_engine.engine.adapter_of(body.model),
+        )
         answers = self._submit(request)
         headers = {**headers, "x-request-id": reply.id}
         if body.stream:
@@ -157,9 +172,22 @@ class Responses:
         except RequestError as error:
             raise RequestError(str(error), param="input", code=error.code) from None
 
-    def _sampling(self, body: ResponseBody, name: str) -> SamplingParams:
-        chat = ChatBody(messages=[], temperature=body.temperature, top_p=body.top_p, seed=body.seed)
-        return make_sampling(chat, self._defaults, max_tokens=body.max_output_tokens, logprobs=None)
+    def _sampling(self, body: ResponseBody) -> SamplingParams:
+        wanted = body.text.format if body.text is not None else None
+        chat = ChatBody(
+            messages=[],
+            temperature=body.temperature,
+            top_p=body.top_p,
+            seed=body.seed,
+            response_format=None if wanted is None else _response_format(wanted),
+        )
+        try:
+            return make_sampling(chat, self._defaults, max_tokens=body.max_output_tokens, logprobs=None)
+        except RequestError as error:
+            if error.param != "response_format":
+                raise
+            message = str(error).replace("response_format.json_schema", "text.format")
+            raise RequestError(message.replace("response_format", "text.format"), param="text") from None
 
     def _submit(self, request: Request) -> Answers:
         try:
@@ -256,7 +284,7 @@ class _Reply:
             "previous_response_id": body.previous_response_id,
             "store": body.store is not False,
             "temperature": body.temperature,
-            "text": {"format": {"type": "text"}},
+            "text": {"format": _shown_format(body.text)},
             "tool_choice": "none",
             "tools": [],
             "top_p": body.top_p,
@@ -316,21 +344,33 @@ def _message(index: int, item: InputItem) -> dict[str, Any]:
     return message
 
 
+def _response_format(wanted: TextFormat) -> ResponseFormat:
+    schema = None
+    if wanted.type == "json_schema":
+        schema = JsonSchema(name=wanted.name, schema=wanted.schema, strict=wanted.strict)
+    return ResponseFormat(type=wanted.type, json_schema=schema)
+
+
+def _shown_format(text: TextOptions | None) -> dict[str, Any]:
+    wanted = None if text is None else text.format
+    if wanted is None or wanted.type != "json_schema":
+        return {"type": "text" if wanted is None else wanted.type}
+    shown = msgspec.to_builtins(wanted)
+    return {key: value for key, value in shown.items() if value is not None}
+
+
 def _check_supported(body: ResponseBody) -> None:
     """Refuses what would change the answer and can't be done here."""
-    text_format = body.text.format if body.text is not None else None
     asked = {
         "tools": bool(body.tools),
         "tool_choice": body.tool_choice not in (None, "none", "auto"),
-        "text": text_format is not None and text_format.type != "text",
         "truncation": body.truncation not in (None, "disabled"),
         "background": bool(body.background),
     }
     for name, is_asked in asked.items():
         if is_asked:
             raise RequestError(
-                f"{name} is not supported by /v1/responses here beyond plain text; use /v1/chat/completions, or leave "
-                "it out.",
+                f"{name} is not supported by /v1/responses here; use /v1/chat/completions, or leave it out.",
                 param=name,
                 code="unsupported_parameter",
             )
