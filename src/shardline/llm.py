@@ -125,12 +125,16 @@ class LLM:
         *,
         use_tqdm: bool | Callable[..., Any] = True,
         priority: Sequence[int] | None = None,
+        adapter: str | None = None,
     ) -> list[RequestOutput]:
-        """Continues each prompt, `sampling_params.n` times; sampling parameters are for all or one a prompt."""
+        """Continues each prompt, `sampling_params.n` times; sampling parameters are for all or one a prompt.
+
+        `adapter` names one of the LoRA adapters that the model was opened with (`adapters=...`).
+        """
         listed = _prompt_list(prompts)
         texts = [_text_of(prompt) for prompt in listed]
         ids = [self._encode(prompt) for prompt in listed]
-        return self._run(texts, ids, sampling_params, use_tqdm=use_tqdm, priority=priority)
+        return self._run(texts, ids, sampling_params, use_tqdm=use_tqdm, priority=priority, adapter=adapter)
 
     def chat(
         self,
@@ -139,6 +143,7 @@ class LLM:
         *,
         use_tqdm: bool | Callable[..., Any] = True,
         add_generation_prompt: bool = True,
+        adapter: str | None = None,
     ) -> list[RequestOutput]:
         """Answers one conversation or several, each a list of messages."""
         conversations = [messages] if not messages or isinstance(messages[0], Mapping) else messages
@@ -148,7 +153,7 @@ class LLM:
             tokenizer.render_chat(each, add_generation_prompt=add_generation_prompt) for each in rendered
         ]
         ids = [tokenizer.encode_chat(each, add_generation_prompt=add_generation_prompt) for each in rendered]
-        return self._run(texts, ids, sampling_params, use_tqdm=use_tqdm, priority=None)
+        return self._run(texts, ids, sampling_params, use_tqdm=use_tqdm, priority=None, adapter=adapter)
 
     def embed(
         self,
@@ -194,6 +199,7 @@ class LLM:
         *,
         use_tqdm: bool | Callable[..., Any],
         priority: Sequence[int] | None,
+        adapter: str | None,
     ) -> list[RequestOutput]:
         params = self._params(given, len(ids))
         if priority is not None and len(priority) != len(ids):
@@ -206,6 +212,7 @@ class LLM:
                 prompt_token_ids=tuple(ids[i]),
                 sampling=sampling,
                 priority=0 if priority is None else priority[i],
+                adapter=adapter,
                 grammar=None if (grammar := grammars[i]) is None else grammar.start(),
             )
             for i in range(len(ids))

@@ -237,3 +237,15 @@ class TestPoison:
         assert bad[0][0] == 400
         assert "300 tokens" in bad[0][1]["error"]["message"]
         assert "256" in bad[0][1]["error"]["message"]
+
+    def test_a_grammar_that_can_not_be_compiled(self, local: LocalServer):
+        alone, _ = self.answers(local, [])
+        bad = [
+            {"prompt": "x", "structured_outputs": {"regex": "("}},
+            {"prompt": "x", "structured_outputs": {"grammar": "start: nothing"}},
+            {"prompt": "x", "structured_outputs": {"json": {"type": "no such type"}}},
+        ]
+        among, answers = self.answers(local, bad)
+        assert among == alone
+        assert [status for status, _ in answers] == [400, 400, 400]
+        assert all(body["error"]["param"] == "structured_outputs" for _, body in answers)

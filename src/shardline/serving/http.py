@@ -178,13 +178,6 @@ class _Server:
         )
         self._admin = Admin(self.async_engine, folder=config.folder, metrics=self._metrics)
         self._page = resources.files("shardline.serving").joinpath("chat.html").read_text(encoding="utf-8")
-        document = openapi_document(
-            model_name=config.model_name,
-            vocab_size=engine.decoder.config.vocab_size,
-            max_model_len=engine.max_model_len,
-            admin=config.admin_key is not None,
-        )
-        self._openapi = msgspec.json.encode(document)
         created = int(time.time())
         self._cards = [
             {
@@ -198,6 +191,13 @@ class _Server:
             }
             for name, root in ((config.model_name, config.model_name), *engine.config.adapters)
         ]
+        document = openapi_document(
+            model_names=[card["id"] for card in self._cards],
+            vocab_size=engine.decoder.config.vocab_size,
+            max_model_len=engine.max_model_len,
+            admin=config.admin_key is not None,
+        )
+        self._openapi = msgspec.json.encode(document)
         self._warned: set[str] = set()
 
     @asynccontextmanager

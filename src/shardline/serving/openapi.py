@@ -1,6 +1,6 @@
 """The API as an OpenAPI 3.1 document, made from the types that read the requests. Served at `/openapi.json`.
 
-    document = openapi_document(model_name="my-model", vocab_size=32000, max_model_len=4096, admin=True)
+    document = openapi_document(model_names=["my-model"], vocab_size=32000, max_model_len=4096, admin=True)
 
 Request bodies come from `protocol` and its neighbours, so a field can't be in one and not in the other; what those
 types can't say (ranges, names, no empty lists) is added here. Unknown fields are allowed, as the server allows them,
@@ -58,7 +58,7 @@ _ERRORS = {
 }
 
 
-def openapi_document(*, model_name: str, vocab_size: int, max_model_len: int, admin: bool) -> dict[str, Any]:
+def openapi_document(*, model_names: list[str], vocab_size: int, max_model_len: int, admin: bool) -> dict[str, Any]:
     """Returns the document; `admin` says whether the /admin/ endpoints are there."""
     bodies = (*_BODIES, *_ADMIN_BODIES) if admin else _BODIES
     _, schemas = msgspec.json.schema_components(bodies, ref_template="#/components/schemas/{name}")
@@ -72,7 +72,7 @@ def openapi_document(*, model_name: str, vocab_size: int, max_model_len: int, ad
             if field in _NUM_TOKENS:
                 described["maximum"] = max_model_len
             if field == "model":
-                described["enum"] = [model_name, None]
+                described["enum"] = [*model_names, None]
             if field == "role" and name == "Message":
                 described["enum"] = list(ROLES)
     paths: dict[str, Any] = {
