@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint format bench bench-train soak docs clean
+.PHONY: demo test lint format bench bench-train bench-serve soak docs clean
 
 demo: $(READY)
 	$(BIN)/shardline demo
@@ -29,6 +29,11 @@ bench: $(READY)
 # A training step against plain PyTorch loops in alternation; about eight minutes on two quiet cores.
 bench-train: $(READY)
 	$(BIN)/python bench/train.py --table docs/benchmarks.md
+
+# The serving engine against transformers (and vLLM, where VLLM_PYTHON names an interpreter that has it) in alternation.
+bench-serve: $(READY)
+	$(BIN)/python bench/serve.py --overhead
+	$(BIN)/python bench/serve.py $(if $(VLLM_PYTHON),--vllm-python $(VLLM_PYTHON))
 
 # Wrong requests, Schemathesis over /openapi.json, and clients that hang up, by the thousand; some minutes.
 soak: $(READY)

