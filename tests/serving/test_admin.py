@@ -18,6 +18,8 @@ from serving.test_http import call, call_json, slow_down, wait_for
 from serving.tiny_models import make_decoder, make_engine, tiny_config
 from shardline.checkpoints.huggingface import load_decoder, save_folder
 from shardline.hardware.memory import rss_bytes
+from shardline.serving.engine import EngineConfig
+from shardline.serving.startup import open_engine
 from shardline.text.tokenizer import byte_tokenizer
 
 KEY = {"authorization": "Bearer secret"}
@@ -265,3 +267,18 @@ def test_an_engine_that_dies_while_a_reload_waits_says_so(folders: dict[str, Pat
         assert "beyond repair" in answer["error"]["message"]
         assert call(server.url, "/health")[0] == 503
         assert reload(server, folders["new"])[0] == 503
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_quantised_weights_are_replaced_and_come_back_too(folders: dict[str, Path], quantization: str):
+    config = EngineConfig(max_model_len=256, max_num_seqs=2, quantization=quantization)  # type: ignore[arg-type]
+    with local_server(open_engine(folders["new"], config).engine) as fresh:
+        expected = text(fresh.url)
+    engine = open_engine(folders["old"], config).engine
+    with local_server(engine, folder=str(folders["old"]), admin_key="secret") as server:
+        assert text(server.url) != expected
+        assert reload(server, folders["new"])[0] == 200
+        assert text(server.url) == expected
+        for path, body in (("sleep", {"weights": True}), ("wake", {})):
+            assert call(server.url, f"/admin/{path}", body, headers=KEY)[0] == 200
+        assert text(server.url) == expected

@@ -21,7 +21,8 @@ def section(title: str) -> str:
 def test_every_flag_is_in_the_table():
     parser = argparse.ArgumentParser(add_help=False)
     shardline.cli.serve.add_arguments(parser)
-    flags = {flag for action in parser._actions for flag in action.option_strings}
+    shown = (action for action in parser._actions if action.help != argparse.SUPPRESS)
+    flags = {flag for action in shown for flag in action.option_strings}
     rows = "\n".join(
         line.split("|")[1] for line in section("Flags of `serve`").splitlines() if line.startswith("| `--")
     )

@@ -18,7 +18,7 @@ from prometheus_client.metrics_core import Metric
 __all__ = ["Panel", "make_dashboard", "panels", "series_of"]
 
 ROWS = {
-    "Traffic": r"num_requests|request_success|admission|corrupted",
+    "Traffic": r"num_requests|request_success|admission|corrupted|lora",
     "Latency": r"first_token|inter_token|e2e|time_per_output|_time_seconds",
     "Tokens": r"prompt_tokens|generation_tokens|iteration_tokens|computed_tokens",
     "Cache": r"cache|preemptions",
@@ -109,7 +109,9 @@ def _panel(metric: Metric) -> Panel:
         queries = ((f"sum by ({by}) (rate({metric.name}_total{SELECTOR}[$__rate_interval]))", f"{{{{{by}}}}}"),)
     else:
         legend = "{{model_name}}"
-        if name.endswith("_info"):
+        if name == "lora_requests_info":
+            legend = "running: {{running_lora_adapters}}; waiting: {{waiting_lora_adapters}}"
+        elif name.endswith("_info"):
             legend = "{{num_gpu_blocks}} blocks of {{block_size}}, {{cache_dtype}}"
         queries = ((f"{metric.name}{SELECTOR}", legend),)
     return Panel(row=row, title=title, text=metric.name, unit=unit, queries=queries)

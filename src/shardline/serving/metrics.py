@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
@@ -179,7 +179,7 @@ class Metrics:
 
 
 class _EngineCounters(Collector):
-    """Counters that the engine keeps itself: nothing is done per step for them."""
+    """What the engine keeps itself: nothing is done per step for it."""
 
     _READ: tuple[tuple[str, str, Callable[[Engine], float]], ...] = (
         ("prefix_cache_queries", "Tokens looked up in the prefix cache.", lambda e: e.scheduler.num_queried_tokens),
@@ -198,3 +198,19 @@ class _EngineCounters(Collector):
             family = CounterMetricFamily(f"shardline:{name}", text, labels=["model_name"])
             family.add_metric([self._model_name], 0 if self.engine is None else read(self.engine))
             yield family
+        yield self._adapters()
+
+    def _adapters(self) -> Metric:
+        """Returns 1 with the LoRA adapters in its labels, as vLLM does."""
+        labels = ["model_name", "running_lora_adapters", "waiting_lora_adapters", "max_lora"]
+        family = GaugeMetricFamily(
+            "shardline:lora_requests_info", "LoRA adapters in use, in its labels.", labels=labels
+        )
+        if self.engine is not None and self.engine.adapters is not None:
+            scheduler = self.engine.scheduler
+            used = [
+                ",".join(sorted({each.request.adapter for each in list(queue) if each.request.adapter is not None}))
+                for queue in (scheduler.running, scheduler.waiting)
+            ]
+            family.add_metric([self._model_name, *used, str(len(self.engine.adapters.names))], 1)
+        return family
