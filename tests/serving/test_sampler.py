@@ -12,7 +12,14 @@ from torch import Tensor
 
 from serving.tiny_models import make_request
 from shardline.serving.requests import RequestError, SamplingParams
-from shardline.serving.sampler import NUM_CANDIDATES, Sampled, Sampler, top_logprobs
+from shardline.serving.sampler import (
+    NUM_CANDIDATES,
+    Sampled,
+    Sampler,
+    _look_up,
+    _look_up_in_chunks,
+    top_logprobs,
+)
 from shardline.serving.sequence import Sequence
 
 LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, 1.5, -3.0, 0.5, -0.5])
@@ -370,3 +377,14 @@ def test_samples_differ_and_repeat():
 def test_settings_that_can_not_be_used(given: dict[str, Any], words: str):
     with pytest.raises(RequestError, match=words):
         SamplingParams(**given)
+
+
+@pytest.mark.parametrize("num_columns", [1, 255, 256, 257, 2000])
+def test_looking_up_in_chunks_finds_the_column_of_the_whole_row(num_columns: int):
+    torch.manual_seed(num_columns)
+    weights = torch.rand(400, num_columns) * (torch.rand(400, num_columns) < 0.1)
+    weights[:, num_columns // 2] = 0.5
+    uniforms = [0.0, 1.0 - 2**-53, *torch.rand(398, dtype=torch.float64).tolist()]
+    chunked, whole = _look_up_in_chunks(weights, uniforms), _look_up(weights, uniforms)
+    assert (weights.gather(1, chunked.unsqueeze(1)) > 0).all()
+    assert (chunked == whole).float().mean() > 0.99  # sums of other orders round to the neighbour now and then

@@ -48,10 +48,7 @@ class LogitEditor:
             logits_RV[rows_N, ids_N] = -math.inf
         masked = [(row, sequence, edits) for row, sequence, edits in chosen if edits.masked]
         if masked:
-            bits_RV = _unpack(_masks(masked, logits_RV.shape[1]), logits_RV.shape[1])
-            barred_RV = torch.from_numpy(bits_RV == 0).to(logits_RV.device)
-            where = [row for row, _, _ in masked]
-            logits_RV[where] = logits_RV[where].masked_fill(barred_RV, -math.inf)
+            _bar(logits_RV, [row for row, _, _ in masked], _masks(masked, logits_RV.shape[1]))
 
     def _edits(self, sequence: Sequence) -> _Edits:
         if sequence.edits is None:
@@ -179,9 +176,22 @@ def _masks(rows: list[tuple[int, Sequence, _Edits]], vocab_size: int) -> np.ndar
     return words_RW
 
 
-def _unpack(words_RW: np.ndarray, vocab_size: int) -> np.ndarray:
-    """Returns the bits of the words, uint8 [R, V]."""
-    return np.unpackbits(words_RW.view(np.uint8), axis=1, count=vocab_size, bitorder="little")
+def _bar(logits_RV: Tensor, rows: list[int], words_RW: np.ndarray) -> None:
+    """Adds -inf to what the masks leave out. A table of whole bytes is several times as fast as a mask of booleans."""
+    added_RV = _tensor(_ADDED[words_RW.view(np.uint8)].reshape(len(rows), -1), logits_RV)[:, : logits_RV.shape[1]]
+    if len(rows) == len(logits_RV):
+        logits_RV += added_RV
+    else:
+        logits_RV[rows] += added_RV
+
+
+def _added() -> np.ndarray:
+    """Returns, for each byte of a mask, what its eight tokens' logits get: 0 or -inf."""
+    bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+    return np.where(bits == 1, np.float32(0.0), np.float32(-np.inf)).astype(np.float32)
+
+
+_ADDED = _added()
 
 
 def _word_ids(word: str, encode: Encode | None) -> list[tuple[int, ...]]:

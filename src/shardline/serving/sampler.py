@@ -3,7 +3,7 @@
 Greedy rows take the maximum. The others draw one uniform number from their own request's generator and look it up
 in the cumulative distribution, so the draw depends on the request's seed and logits alone, whatever shares its batch.
 Rows with top-k, top-p or min-p are cut to the likeliest candidates first; only a row whose distribution is so flat
-that the candidates don't cover it is sorted whole. How many candidates a row has depends on its own settings.
+that the candidates don't cover it is sorted whole. How many candidates a row has depends on its own numbers alone.
 
 Order: penalties, biases, barred tokens and grammars (`logit_edits`), temperature, top-k, then top-p and min-p of what
 is left. Log-probabilities are `raw`, of the model's logits as they came, or `processed`, of what the token was drawn
@@ -28,7 +28,9 @@ from shardline.serving.sequence import Sequence
 
 __all__ = ["LogprobsMode", "Sampled", "Sampler", "top_logprobs"]
 
-NUM_CANDIDATES = 256
+NUM_CANDIDATES = 64  # enough for most distributions
+MORE_CANDIDATES = 1024  # for those it is not enough for; a row that wants still more is sorted whole
+CHUNK = 256
 
 LogprobsMode = Literal["raw", "processed"]
 
@@ -161,7 +163,8 @@ def _draw(logits_RV: Tensor, sequences: list[Sequence]) -> list[int]:
             tokens[row] = token
     whole = [row for row, p in enumerate(params) if not _is_cut(p)]
     if whole:
-        chosen = _look_up(scaled_RV[whole].softmax(-1), [uniforms[row] for row in whole])
+        part_RV = scaled_RV if len(whole) == len(params) else scaled_RV[whole]
+        chosen = _look_up_in_chunks(part_RV.softmax(-1), [uniforms[row] for row in whole])
         for row, token in zip(whole, chosen.tolist(), strict=True):
             tokens[row] = token
     return tokens
@@ -186,21 +189,20 @@ def _kept(scaled_RV: Tensor, params: list[SamplingParams]) -> Iterator[tuple[lis
     sizes: dict[int, list[int]] = {}
     for row, p in enumerate(params):
         if _is_cut(p):
-            size = NUM_CANDIDATES if p.top_k <= NUM_CANDIDATES else 1 << (p.top_k - 1).bit_length()
+            size = 1 << (p.top_k - 1).bit_length() if p.top_k > 0 else NUM_CANDIDATES
             sizes.setdefault(min(size, vocab_size), []).append(row)
-    flat: list[int] = []
-    for size, rows in sizes.items():
+    while sizes:
+        size, rows = sizes.popitem()
         ids_RC, probs_RC, covered = _candidates(scaled_RV[rows], size, [params[row] for row in rows])
-        if all(covered):
+        flat = [row for row, is_covered in zip(rows, covered, strict=True) if not is_covered]
+        if not flat:
             yield rows, ids_RC, probs_RC
             continue
-        flat += [row for row, done in zip(rows, covered, strict=True) if not done]
+        more = min(MORE_CANDIDATES, vocab_size) if size < MORE_CANDIDATES else vocab_size
+        sizes.setdefault(more, []).extend(flat)
         done = [index for index, is_covered in enumerate(covered) if is_covered]
         if done:
             yield [rows[index] for index in done], ids_RC[done], probs_RC[done]
-    if flat:
-        ids_RC, probs_RC, _ = _candidates(scaled_RV[flat], vocab_size, [params[row] for row in flat])
-        yield flat, ids_RC, probs_RC
 
 
 def _candidates(scaled_RV: Tensor, size: int, params: list[SamplingParams]) -> tuple[Tensor, Tensor, list[bool]]:
@@ -211,7 +213,9 @@ def _candidates(scaled_RV: Tensor, size: int, params: list[SamplingParams]) -> t
     values_RC = values_RC.masked_fill(torch.arange(size, device=device) >= top_k_R1, -math.inf)
     # A top-k row is normalised over its k tokens, any other over the whole vocabulary.
     limited_R1 = top_k_R1 < num_tokens
-    total_R1 = torch.where(limited_R1, values_RC.logsumexp(-1, True), scaled_RV.logsumexp(-1, True))
+    total_R1 = values_RC.logsumexp(-1, True)
+    if not all(p.top_k > 0 for p in params):
+        total_R1 = torch.where(limited_R1, total_R1, scaled_RV.logsumexp(-1, True))
     probs_RC = (values_RC - total_R1).exp()
     before_RC = probs_RC.cumsum(-1) - probs_RC
     top_p_R1 = torch.tensor([[p.top_p] for p in params], device=device)
@@ -232,3 +236,25 @@ def _look_up(weights_RC: Tensor, uniforms: list[float]) -> Tensor:
     columns_R = torch.searchsorted(cumulative_RC, uniforms_R1 * cumulative_RC[:, -1:], right=True).squeeze(1)
     # Rounding can push a target up to the total itself; the likeliest column is then a fair answer.
     return torch.where(columns_R < weights_RC.shape[1], columns_R, weights_RC.argmax(-1))
+
+
+def _look_up_in_chunks(weights_RV: Tensor, uniforms: list[float]) -> Tensor:
+    """Does what `_look_up` does for many columns: finds the chunk by the chunks' sums, then the column in it."""
+    num_columns = weights_RV.shape[1]
+    num_chunks = num_columns // CHUNK
+    sums_RC = weights_RV[:, : num_chunks * CHUNK].unflatten(1, (num_chunks, CHUNK)).sum(-1)
+    if num_columns % CHUNK:
+        sums_RC = torch.cat([sums_RC, weights_RV[:, num_chunks * CHUNK :].sum(-1, keepdim=True)], dim=1)
+    device = weights_RV.device
+    cumulative_RC = sums_RC.cumsum(-1, dtype=torch.float64)
+    targets_R1 = torch.tensor(uniforms, dtype=torch.float64, device=device).unsqueeze(1) * cumulative_RC[:, -1:]
+    chunks_R1 = torch.searchsorted(cumulative_RC, targets_R1, right=True)
+    chunks_R1 = torch.where(chunks_R1 < sums_RC.shape[1], chunks_R1, sums_RC.argmax(-1, keepdim=True))
+    before_R1 = cumulative_RC.gather(1, chunks_R1) - sums_RC.gather(1, chunks_R1)
+    rest_R1 = (targets_R1 - before_R1).clamp(min=0.0)
+    places_RK = chunks_R1 * CHUNK + torch.arange(CHUNK, device=device)
+    inside_RK = weights_RV.gather(1, places_RK.clamp(max=num_columns - 1)) * (places_RK < num_columns)
+    within_RK = inside_RK.cumsum(-1, dtype=torch.float64)
+    columns_R1 = torch.searchsorted(within_RK, rest_R1, right=True)
+    columns_R1 = torch.where(columns_R1 < CHUNK, columns_R1, inside_RK.argmax(-1, keepdim=True))
+    return (chunks_R1 * CHUNK + columns_R1).squeeze(1)
