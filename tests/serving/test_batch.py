@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from serving.conftest import local_server
-from serving.test_http import FailingRunner, call_json, warm_engine
+from serving.test_http import FailingRunner, call_json, wait_for, warm_engine
 from serving.tiny_models import make_engine
 from shardline.cli.main import main
 from shardline.config import ShardlineError, UsageError
@@ -147,6 +150,25 @@ def test_an_engine_that_stops_ends_the_run_and_keeps_what_was_answered(tmp_path:
     assert 0 < num_answered < 30
     assert run(source, target).num_skipped == num_answered
     assert len(read(target)) == 30
+
+
+def test_ctrl_c_ends_the_run_cleanly_and_the_next_one_goes_on(tiny_folder: Path, tmp_path: Path):
+    lines = [request(str(i), "/v1/completions", {**COMPLETION, "max_tokens": 60}) for i in range(4000)]
+    source, target = write(tmp_path / "in", lines), tmp_path / "out"
+    words = ["batch", str(source), str(target), "--model", str(tiny_folder), "--max-model-len", "128", "--json"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "shardline", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        wait_for(lambda: target.exists() and target.stat().st_size > 10_000, timeout_s=60)
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert said.strip() == "shardline batch: interrupted."
+    num_answered = len(read(target))
+    assert 0 < num_answered < 4000
+    some = write(tmp_path / "in", lines[: num_answered + 150])  # of those beyond, 128 may have been running
+    assert run(some, target, num_at_once=64).num_skipped == num_answered
+    assert len(read(target)) == num_answered + 150
 
 
 def test_files_that_can_not_be_used_are_one_sentence(tmp_path: Path):

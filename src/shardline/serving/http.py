@@ -203,8 +203,10 @@ class _Server:
     @asynccontextmanager
     async def lifespan(self, _app: Starlette) -> AsyncGenerator[None]:
         self.async_engine.start()
-        yield
-        await self.async_engine.stop()
+        try:
+            yield
+        finally:
+            await self.async_engine.stop()
 
     async def completions(self, request: Request) -> Response:
         body, headers = await self._body(request, CompletionBody)
