@@ -60,7 +60,7 @@ def impatient() -> Iterator[LocalServer]:
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
 def test_a_reply_that_takes_too_long_is_504_and_frees_its_blocks(impatient: LocalServer, path: str):
-    body = LONG if path.endswith("completions") else {"input": "Hello"}
+    body = LONG if path.endswith("completions") else {"input": "Hello", "temperature": 0}
     started_s = time.monotonic()
     status, answer = call_json(impatient.url, path, body)
     assert status == 504
