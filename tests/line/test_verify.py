@@ -13,9 +13,11 @@ from shardline.checkpoints.huggingface import load_decoder, save_folder
 from shardline.checkpoints.native import find_model_folder
 from shardline.cli.main import main
 from shardline.config import UsageError
+from shardline.line.quality import measure_quality
 from shardline.line.verify import verify
 from shardline.models.decoder import Decoder
 from shardline.models.presets import preset
+from shardline.serving.engine_config import EngineConfig
 from shardline.serving.paged import PagedAttention
 from shardline.text.tokenizer import byte_tokenizer
 
@@ -45,6 +47,51 @@ def test_the_three_agree(folder, documents):
     assert report.train_serve_max_abs_logprob <= 1e-5
     assert 0 < report.train_serve_mean_abs_logprob <= report.train_serve_max_abs_logprob
     assert report.num_tokens == sum(map(len, documents)) - len(documents) + 4 * 8
+
+
+def test_in_batch_invariant_mode_nothing_differs(folder, documents, capsys, tmp_path):
+    report = verify(folder, documents=documents, in_batch_invariant_mode=True)
+    assert report.agrees
+    assert report.train_serve_max_abs_logprob == report.train_serve_mean_abs_logprob == 0.0
+    assert report.hf_argmax_agreement == 1.0
+    assert verify(folder, documents=documents).train_serve_max_abs_logprob > 0, "the ordinary mode differs a little"
+    (tmp_path / "text").write_text("some words to compare on, " * 9)
+    words = ["verify", str(folder), "--text", str(tmp_path / "text")]
+    assert main([*words, "--batch-invariant"]) == 0
+    assert "difference| 0.00e+00 (must be 0)" in capsys.readouterr().out
+
+
+def test_what_smaller_forms_cost_is_measured(folder, documents, capsys, tmp_path):
+    qualities = {
+        (weights, kv): measure_quality(
+            folder, documents=documents, config=EngineConfig(quantization=weights, kv_cache_dtype=kv)
+        )
+        for weights, kv in (("none", "auto"), ("int8", "auto"), ("int4", "auto"), ("none", "bf16"), ("none", "int8"))
+    }
+    exact = qualities["none", "auto"]
+    assert exact.kl_max < 1e-6
+    assert exact.num_flips == 0
+    assert exact.num_positions == sum(map(len, documents)) - len(documents)
+    eight, four = qualities["int8", "auto"], qualities["int4", "auto"]
+    assert 0 < 5 * eight.kl_mean < four.kl_mean
+    assert 0 < eight.num_flips <= four.num_flips
+    assert four.weights_bytes_served < eight.weights_bytes_served < exact.weights_bytes_served / 3
+    for kv in ("bf16", "int8"):
+        assert exact.kl_mean < qualities["none", kv].kl_mean < four.kl_mean
+        assert qualities["none", kv].kv_bytes_per_token_served < exact.kv_bytes_per_token_served
+    small = tmp_path / "small"
+    assert main(["quantize", str(folder), str(small), "--quantization", "int4"]) == 0
+    (tmp_path / "text").write_text("some words to compare on, " * 9)
+    words = ["verify", str(small), "--text", str(tmp_path / "text"), "--json"]
+    assert main(words) == 2
+    assert "--against FOLDER" in capsys.readouterr().err
+    assert main([*words, "--against", str(folder)]) == 0
+    saved = json.loads(capsys.readouterr().out)
+    assert saved["kl_mean"] > 0
+    at_load = [*words, "--quantization", "int4"]
+    at_load[1] = str(folder)
+    assert main(at_load) == 0
+    assert json.loads(capsys.readouterr().out) == saved
 
 
 def test_families_of_every_kind_agree(documents, tmp_path):
@@ -123,6 +170,7 @@ def test_the_verb(folder, tmp_path, capsys, monkeypatch):
         "train_serve_mean_abs_logprob",
         "num_tokens",
         "worst",
+        "batch_invariant",
     }
     assert main(["verify", str(folder), "--text", str(tmp_path / "absent")]) == 2
     assert "Can't read" in capsys.readouterr().err

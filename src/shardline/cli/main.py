@@ -27,6 +27,7 @@ VERBS = {
     "launch": "write the submission file of a run on many machines",
     "verify": "check that the saved model, transformers and the serving engine agree",
     "inspect": "say what is in a model folder, and what of it breaks elsewhere",
+    "quantize": "write a model folder again with weights in 8 or 4 bits",
     "serve": "serve a model folder over an OpenAI-compatible HTTP API",
     "chat": "talk to a model folder in the terminal",
     "batch": "answer a file of requests in OpenAI's batch format",

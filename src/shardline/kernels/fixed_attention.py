@@ -42,7 +42,9 @@ def fixed_attention(
     num_groups = num_heads // num_kv_heads
     padding = -k_BSKH.shape[1] % KEY_TILE
     k_XSH, v_XSH = (
-        F.pad(each, (0, 0, 0, 0, 0, padding)).transpose(1, 2).reshape(num_seqs * num_kv_heads, -1, head_dim)
+        (F.pad(each, (0, 0, 0, 0, 0, padding)) if padding else each)
+        .transpose(1, 2)
+        .reshape(num_seqs * num_kv_heads, -1, head_dim)
         for each in (k_BSKH, v_BSKH)
     )
     q_XTGH = q_BTNH.unflatten(2, (num_kv_heads, num_groups)).transpose(1, 2).flatten(0, 1)

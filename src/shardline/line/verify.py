@@ -11,6 +11,7 @@ prefill, chunked prefill, mixed batches and decode through the paged cache are a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from shardline.checkpoints.huggingface import load_decoder, read_config
 from shardline.checkpoints.native import find_model_folder
 from shardline.config import DataConfig, ShardlineError, UsageError, load_config
 from shardline.config.cache import cache_dir
+from shardline.kernels import batch_invariant
 from shardline.models.attention import DenseAttention
 from shardline.models.decoder import Decoder
 from shardline.serving.engine import Engine, EngineConfig
@@ -64,11 +66,17 @@ class Agreement:
     train_serve_mean_abs_logprob: float
     num_tokens: int
     worst: Worst
+    batch_invariant: bool = False
+
+    @property
+    def serve_tolerance(self) -> float:
+        """In batch-invariant mode the two must be equal."""
+        return 0.0 if self.batch_invariant else SERVE_TOLERANCE
 
     @property
     def agrees(self) -> bool:
         """Whether both are within tolerance; NaN is not."""
-        return self.hf_max_abs_logit <= HF_TOLERANCE and self.train_serve_max_abs_logprob <= SERVE_TOLERANCE
+        return self.hf_max_abs_logit <= HF_TOLERANCE and self.train_serve_max_abs_logprob <= self.serve_tolerance
 
 
 def heldout_documents(path: str | Path, *, num_tokens: int, text: Path | None = None) -> list[list[int]]:
@@ -93,15 +101,21 @@ def heldout_documents(path: str | Path, *, num_tokens: int, text: Path | None = 
     return documents
 
 
-def verify(folder: str | Path, *, documents: Sequence[Sequence[int]]) -> Agreement:
-    """Returns how far apart the three are on `documents` (token ids) for the model in `folder`."""
+def verify(
+    folder: str | Path, *, documents: Sequence[Sequence[int]], in_batch_invariant_mode: bool = False
+) -> Agreement:
+    """Returns how far apart the three are on `documents` (token ids) for the model in `folder`.
+
+    In batch-invariant mode both the trainer's side and the engine run in it.
+    """
     folder = find_model_folder(folder)
     decoder = load_decoder(folder)
-    with torch.inference_mode():
+    scores = _Scores()
+    with torch.inference_mode(), batch_invariant() if in_batch_invariant_mode else nullcontext():
         logits = _trainer_logits(decoder, documents)
+        _score_prompts(decoder, folder, documents, logits, scores, in_batch_invariant_mode=in_batch_invariant_mode)
+    with torch.inference_mode():
         max_logit, argmax_agreement = _compare_with_transformers(folder, documents, logits)
-        scores = _Scores()
-        _score_prompts(decoder, folder, documents, logits, scores)
     return Agreement(
         hf_max_abs_logit=max_logit,
         hf_argmax_agreement=argmax_agreement,
@@ -109,6 +123,7 @@ def verify(folder: str | Path, *, documents: Sequence[Sequence[int]]) -> Agreeme
         train_serve_mean_abs_logprob=scores.sum_differences / scores.count,
         num_tokens=scores.count,
         worst=scores.worst,
+        batch_invariant=in_batch_invariant_mode,
     )
 
 
@@ -169,12 +184,19 @@ def _nan_last(value: float) -> tuple[bool, float]:
 
 
 def _score_prompts(
-    decoder: Decoder, folder: Path, documents: Sequence[Sequence[int]], logits: list[Tensor], scores: _Scores
+    decoder: Decoder,
+    folder: Path,
+    documents: Sequence[Sequence[int]],
+    logits: list[Tensor],
+    scores: _Scores,
+    *,
+    in_batch_invariant_mode: bool,
 ) -> None:
     context = decoder.config.max_position_embeddings
     config = EngineConfig(
         max_model_len=min(context, max(map(len, documents)) + _NUM_NEW_TOKENS),
         max_num_batched_tokens=_CHUNK_TOKENS,
+        batch_invariant=in_batch_invariant_mode,
     )
     engine = Engine(decoder, Tokenizer.load(folder), config)
     requests = []
