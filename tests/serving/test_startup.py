@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from serving.tiny_models import make_request, save_tiny_folder
 from shardline.config import ShardlineError, UsageError
 from shardline.hardware.memory import rss_bytes
+from shardline.kernels import invariance
 from shardline.serving.engine import EngineConfig, load_engine
 from shardline.serving.server import bind
 from shardline.serving.startup import open_engine
@@ -46,6 +48,21 @@ def test_the_report_has_the_budget_and_the_phases(folder: Path):
     report = "\n".join(open_engine(folder, LIMITS).lines())
     for words in ("tokenizer", "weights", "warm-up", "256 tokens", "2 requests of full length", "as asked"):
         assert words in report
+
+
+@pytest.mark.parametrize("sizes", [None, (1,)], ids=["as this machine is", "none proven"])
+def test_batch_invariant_start_proves_itself_and_says_so(
+    folder: Path, sizes: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch
+):
+    if sizes is not None:
+        monkeypatch.setattr(invariance, "_sizes", {})
+        monkeypatch.setattr(invariance, "_prove", lambda sample, product: sizes)
+    opened = open_engine(folder, dataclasses.replace(LIMITS, batch_invariant=True))
+    [line] = [line for line in opened.lines() if line.startswith("invariant")]
+    assert "proof" in opened.phases_s
+    assert "SLOW: rows go one by one" in line if sizes else "tiles of up to" in line
+    with pytest.raises(UsageError, match="--tensor-parallel-size 1"):
+        open_engine(folder, dataclasses.replace(LIMITS, batch_invariant=True, tensor_parallel_size=2))
 
 
 def test_a_truncated_folder_is_one_sentence(folder: Path):

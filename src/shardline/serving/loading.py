@@ -35,6 +35,8 @@ def open_decoder(folder: str | Path, config: EngineConfig) -> Decoder | TensorPa
         raise UsageError(f"Weights in {kind} are served with --dtype fp32; leave out --dtype {config.dtype}.")
     if kind != "none" and config.tensor_parallel_size > 1:
         raise UsageError(f"Weights in {kind} can't be shared by processes; use --tensor-parallel-size 1.")
+    if config.batch_invariant and config.tensor_parallel_size > 1:
+        raise UsageError("--batch-invariant needs --tensor-parallel-size 1: several processes share a row's sums.")
     if stored is not None:
         return load_quantized(folder)
     if config.tensor_parallel_size > 1:
