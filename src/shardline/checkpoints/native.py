@@ -255,7 +255,10 @@ def load_state(checkpoint: Checkpoint, state: Mapping[str, Shard]) -> None:
         dcp.load(dict(state), checkpoint_id=checkpoint.path / "state", planner=LoadShards())
     except dcp.api.CheckpointException as error:
         first = str(next(iter(error.failures.values()))[0]) if error.failures else str(error)
-        raise ShardlineError(f"{checkpoint.path} does not fit this run: {first}.") from None
+        raise ShardlineError(
+            f"{checkpoint.path} does not fit this run: {first.rstrip('.')}. Resume with the model and optimizer that "
+            f"wrote it, or start a new run from its weights (model.path = {checkpoint.path / 'model'})."
+        ) from None
 
 
 def prune(folder: Path, *, keep_last: int, keep_every: int = 0) -> None:
