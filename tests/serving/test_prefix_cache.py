@@ -168,23 +168,24 @@ class CacheMachine(RuleBasedStateMachine):
         assert step.chunks[0].sequence is first  # the first in order always moves: nothing starves
         assert first.num_computed_tokens >= before
         assert 0 < step.num_tokens == sum(chunk.num_tokens for chunk in step.chunks) <= 9
+        for chunk in step.chunks:  # a step writes all that it computes, then reads
+            for position in range(chunk.start, chunk.start + chunk.num_tokens):
+                slot, value = self.value_at(chunk, position)
+                self.memory[slot] = value
         for chunk in step.chunks:
-            self.compute(chunk)
+            for position in range(chunk.start + chunk.num_tokens):
+                slot, value = self.value_at(chunk, position)
+                assert self.memory[slot] == value, "a cached value was computed from something else"
         for chunk in step.chunks:
             self.take(chunk)
 
-    def compute(self, chunk: Chunk) -> None:
+    def value_at(self, chunk: Chunk, position: int) -> tuple[tuple[int, int], tuple[object, ...]]:
+        """Returns where a position's value lies, and all that it is computed from."""
         sequence = chunk.sequence
-        tokens = sequence.tokens(0, chunk.start + chunk.num_tokens)
-        assert len(tokens) == chunk.start + chunk.num_tokens
-        assert len(tokens) <= sequence.max_num_tokens
-        for position in range(len(tokens)):
-            slot = sequence.block_table[position // self.size], position % self.size
-            value = (sequence.request.adapter, *tokens[: position + 1])
-            if position < chunk.start:
-                assert self.memory[slot] == value, "a cached value was computed from something else"
-            else:
-                self.memory[slot] = value
+        tokens = sequence.tokens(0, position + 1)
+        assert len(tokens) == position + 1 <= sequence.max_num_tokens
+        slot = sequence.block_table[position // self.size], position % self.size
+        return slot, (sequence.request.adapter, *tokens)
 
     def take(self, chunk: Chunk) -> None:
         sequence, accepted = chunk.sequence, 0
@@ -325,6 +326,36 @@ def test_a_poisoned_beginning_is_not_kept():
     assert mended.finish_reason is not FinishReason.ERROR
     assert mended.num_cached_tokens == 0
     assert all(layer.isfinite().all() for layer in (*engine._cache.keys, *engine._cache.values))
+
+
+def test_requests_that_come_together_compute_their_common_beginning_once():
+    decoder = make_decoder(tiny_config(byte_tokenizer()))
+    engine = make_engine(decoder)
+    requests = [make_request(str(i), SYSTEM, temperature=1.0, seed=i, ignore_eos=True, logprobs=0) for i in range(6)]
+    answers = answers_of(engine, requests)
+    plain = make_engine(decoder, enable_prefix_caching=False).generate(requests)
+    assert [answer.num_cached_tokens for answer in answers] == [0, *([len(SYSTEM) // 16 * 16] * 5)]
+    for found, expected in zip(answers, plain, strict=True):
+        assert found.token_ids == expected.token_ids
+        assert found.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
+
+
+def test_a_step_that_fails_leaves_nothing_in_the_cache():
+    engine = make_engine()
+    engine.add_request(make_request("a", SYSTEM))
+    engine.add_request(make_request("b", SYSTEM))
+    run = engine.runner.run
+
+    def fail(schedule: Any) -> Any:
+        run(schedule)
+        raise RuntimeError("the matrix fell over")
+
+    engine.runner.run = fail  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="fell over"):
+        engine.step()
+    assert sorted(engine.abandon_step()) == ["a", "b"]
+    assert engine.blocks.num_cached == 0
+    assert engine.blocks.num_free == engine.blocks.num_blocks
 
 
 def test_resetting_the_cache_makes_the_next_prompt_a_miss():

@@ -129,12 +129,15 @@ class Scheduler:
         """Notes that a chunk was computed, and of how many of its guesses no use can be made."""
         sequence = chunk.sequence
         sequence.num_computed_tokens += chunk.num_tokens - num_rejected
+        self._remember(sequence, sequence.num_computed_tokens)
+
+    def _remember(self, sequence: Sequence, num_computed_tokens: int) -> None:
         if self._prefix_caching:
             self.blocks.remember(
                 sequence.block_table,
                 sequence.chain,
                 sequence.token_ids,
-                num_computed_tokens=sequence.num_computed_tokens,
+                num_computed_tokens=num_computed_tokens,
                 root=sequence.root,
             )
 
@@ -166,6 +169,9 @@ class Scheduler:
         if num_tokens == num_missing:
             num_drafts = max(0, min(len(sequence.draft_token_ids), budget - num_tokens - reserved))
         del sequence.draft_token_ids[num_drafts:]
+        # Already now: a step writes all keys and values of a layer before it reads any, so of several requests that
+        # begin alike and come together the later ones can read what the first one computes in this very step.
+        self._remember(sequence, start + num_tokens)
         num_tokens += num_drafts
         step.chunks.append(
             Chunk(sequence, start, num_tokens, samples=start + num_tokens >= sequence.num_tokens, num_drafts=num_drafts)
