@@ -171,6 +171,7 @@ FIELDS = (
     *("repetition_penalty", "ignore_eos", "skip_special_tokens", "tools", "tool_choice", "response_format", "suffix"),
     *("guided_json", "surprise", "encoding_format", "dimensions", "pooling", "instructions", "previous_response_id"),
     *("store", "metadata", "text", "best_of", "allowed_token_ids", "bad_words", "priority", "structured_outputs"),
+    *("prompt_logprobs", "truncate_prompt_tokens", "parallel_tool_calls", "add_generation_prompt"),
 )
 
 

@@ -17,7 +17,7 @@ from shardline import __version__
 from shardline.serving.admin import ReloadBody, SleepBody, WakeBody
 from shardline.serving.embeddings import EmbeddingBody
 from shardline.serving.protocol import ROLES, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from shardline.serving.responses import ResponseBody
+from shardline.serving.responses import TEXT_PARTS, ResponseBody
 
 __all__ = ["openapi_document"]
 
@@ -41,7 +41,34 @@ _RANGES: dict[str, dict[str, float]] = {
     "top_logprobs": {"minimum": 0, "maximum": 20},
     "timeout_s": {"exclusiveMinimum": 0, "maximum": 86_400},
 }
-_NOT_EMPTY = ("prompt", "input", "messages")
+# What fields ask of each other, and values that only some of a type's have a meaning here.
+_SAID = {"required": ["content"], "properties": {"content": {"type": ["string", "array"]}}}
+_CALLED = {
+    "required": ["tool_calls"],
+    "properties": {"role": {"const": "assistant"}, "tool_calls": {"type": "array", "minItems": 1}},
+}
+_TEXT_PART = {"required": ["type", "text"], "properties": {"text": {"type": "string"}}}
+_SHAPES: dict[str, dict[str, Any]] = {
+    "Message": {"anyOf": [_SAID, _CALLED]},
+    "ContentPart": {"allOf": [_TEXT_PART, {"properties": {"type": {"const": "text"}}}]},
+    "InputItem": {"allOf": [_SAID, {"required": ["role"], "properties": {"type": {"enum": ["message", None]}}}]},
+    "InputPart": {"allOf": [_TEXT_PART, {"properties": {"type": {"enum": list(TEXT_PARTS)}}}]},
+    "TokenizeBody": {
+        "oneOf": [
+            {"required": ["prompt"], "properties": {"prompt": {"type": "string"}, "messages": {"type": "null"}}},
+            {"required": ["messages"], "properties": {"messages": {"type": "array"}, "prompt": {"type": "null"}}},
+        ]
+    },
+    "ResponseBody": {
+        "properties": {
+            "tools": {"maxItems": 0},
+            "tool_choice": {"enum": ["none", "auto", None]},
+            "truncation": {"enum": ["disabled", None]},
+            "background": {"enum": [False, None]},
+        }
+    },
+}
+_NOT_EMPTY = ("prompt", "input", "messages", "allowed_token_ids")
 _TOKEN_IDS = ("prompt", "input", "tokens", "stop_token_ids", "allowed_token_ids")
 _NUM_TOKENS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens")
 _ERRORS = {
@@ -63,6 +90,10 @@ def openapi_document(*, model_names: list[str], vocab_size: int, max_model_len: 
     bodies = (*_BODIES, *_ADMIN_BODIES) if admin else _BODIES
     _, schemas = msgspec.json.schema_components(bodies, ref_template="#/components/schemas/{name}")
     for name, schema in schemas.items():
+        shape = dict(_SHAPES.get(name, {}))
+        for field, more in shape.pop("properties", {}).items():
+            schema["properties"][field] |= more
+        schema |= shape
         for field, described in schema.get("properties", {}).items():
             described |= _RANGES.get(field, {})
             if field in _NOT_EMPTY:
@@ -73,7 +104,7 @@ def openapi_document(*, model_names: list[str], vocab_size: int, max_model_len: 
                 described["maximum"] = max_model_len
             if field == "model":
                 described["enum"] = [*model_names, None]
-            if field == "role" and name == "Message":
+            if field == "role":
                 described["enum"] = list(ROLES)
     paths: dict[str, Any] = {
         "/v1/chat/completions": {"post": _post("Continues a chat.", ChatBody, "Completion", streams=True)},
