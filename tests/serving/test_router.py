@@ -182,6 +182,15 @@ def test_a_replica_that_dies_is_replaced_and_nobody_notices(server: ServerProces
     assert victim.pid not in {child.pid for child in replicas(server)}
 
 
+def test_replicas_end_with_the_router_however_it_ends(tiny_folder: Path):
+    arguments = ["--max-model-len", "64", "--max-num-seqs", "2", "--data-parallel-size", "2"]
+    with start_server(tiny_folder, arguments=arguments) as running:
+        children = replicas(running)
+        running.process.kill()
+        gone, alive = psutil.wait_procs(children, timeout=20)
+        assert len(gone) == 2, alive
+
+
 def test_the_whole_ends_when_it_is_told_to(tiny_folder: Path):
     arguments = ["--max-model-len", "64", "--max-num-seqs", "2", "--data-parallel-size", "2"]
     with start_server(tiny_folder, arguments=arguments) as running:

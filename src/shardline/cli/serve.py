@@ -12,7 +12,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import socket
+import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -67,6 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="servers of the model behind this address, each with weights, cache and processes of its own (default 1)",
     )
+    parser.add_argument("--end-with-stdin", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--memory-share", type=float, default=1.0, help=argparse.SUPPRESS)  # of what is free
     parser.add_argument(
         "--max-num-waiting",
@@ -189,6 +192,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     started_s = time.monotonic()
     console = make_console(json_mode=args.json)
     _check_limits(args)
+    if args.end_with_stdin:
+        threading.Thread(target=_end_with_stdin, daemon=True).start()
     if is_hub_name(args.folder):
         own_name, _ = hub_name(args.folder)
     elif Path(args.folder).is_dir():
@@ -281,11 +286,27 @@ def _serve_replicas(args: argparse.Namespace, listener: socket.socket, *, starte
     serve(app, listener, host=args.host, on_ready=announce, drain_timeout_s=args.drain_timeout)
 
 
+def _end_with_stdin() -> None:
+    """Waits until whoever started this process lets go of its standard input, and then drains."""
+    while os.read(0, 4096):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
 def _replica_flags(args: argparse.Namespace) -> list[str]:
     """Returns the flags that make one replica what the whole was asked to be."""
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    own = {"help", "folder", "host", "port", "data_parallel_size", "memory_share", "served_model_name"}
+    own = {
+        "help",
+        "folder",
+        "end_with_stdin",
+        "host",
+        "port",
+        "data_parallel_size",
+        "memory_share",
+        "served_model_name",
+    }
     name = args.served_model_name or (
         hub_name(args.folder)[0] if is_hub_name(args.folder) else Path(args.folder).resolve().name
     )

@@ -3,7 +3,8 @@
     with start_server("path/to/model") as server:
         stream_chat(server.url, [{"role": "user", "content": "Hello"}])
 
-Needs no torch in the calling process.
+Needs no torch in the calling process. A server that was started so ends with the process that started it, however that
+one ends: it waits for its standard input to close.
 """
 
 from __future__ import annotations
@@ -49,8 +50,9 @@ class ServerProcess:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
-        if self.process.stdout is not None:
-            self.process.stdout.close()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                pipe.close()
         if not self._log.closed:
             self._log.close()
         return self.process.returncode
@@ -82,8 +84,9 @@ def start_server(
     log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115 the server owns it
     variables = {**os.environ, **(environment or {})}
     process = subprocess.Popen(
-        [*command, *arguments],
+        [*command, "--end-with-stdin", *arguments],
         env=variables,
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=log,
         text=True,
@@ -109,6 +112,8 @@ def start_server(
     process.kill()
     process.wait()
     process.stdout.close()
+    assert process.stdin is not None
+    process.stdin.close()
     said = _read_log(log)
     log.close()
     raise ShardlineError(f"The server for {folder} did not start within {timeout_s:g} s. It said: {said or 'nothing'}")
