@@ -30,9 +30,9 @@ def test_wrong_requests_never_make_a_500(server: LocalServer):
 
 
 def test_requests_made_from_the_openapi_file_get_the_answers_it_promises(server: LocalServer):
-    counts = schema_fuzz(server.url, max_examples=12, seed=7)
+    counts = schema_fuzz(server.url, max_examples=6, seed=7)
     assert counts["200"] > 20, counts
-    assert counts["400"] > 20, counts
+    assert counts["400"] > 10, counts
 
 
 def test_the_openapi_file_has_every_route(server: LocalServer):
