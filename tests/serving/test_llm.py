@@ -144,6 +144,15 @@ def test_replies_follow_what_they_must(llm: LLM):
         llm.generate("a", SamplingParams(structured_outputs=StructuredOutputs(regex="(")), use_tqdm=False)
 
 
+def test_stop_strings_are_taken_in_vllms_forms(llm: LLM):
+    forms: list[Any] = ["xyz", ["xyz"], ("xyz",)]
+    params = [SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, stop=form) for form in forms]
+    assert params[0] == params[1] == params[2]
+    assert params[0].stop == ("xyz",)
+    [output] = llm.generate("Hello", params[0], use_tqdm=False)
+    assert output.outputs[0].finish_reason == "length"  # no single letter of it ends a reply
+
+
 def test_embeddings_have_length_one(llm: LLM):
     outputs = llm.embed(PROMPTS, pooling="last", use_tqdm=False)
     assert all(sum(x * x for x in output.embedding) == pytest.approx(1.0) for output in outputs)

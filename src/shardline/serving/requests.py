@@ -119,6 +119,11 @@ class SamplingParams:
     structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.stop, str):  # one stop string, as vLLM takes it: not each of its letters
+            object.__setattr__(self, "stop", (self.stop,))
+        for name in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids"):
+            if isinstance(getattr(self, name), list):
+                object.__setattr__(self, name, tuple(getattr(self, name)))
         if self.n < 1:
             raise RequestError(f"n = {self.n} must be at least 1.", param="n")
         _check_range("temperature", self.temperature, low=0.0, high=100.0)
