@@ -15,6 +15,8 @@ from serving.conftest import LocalServer, local_server
 from serving.test_http import call, call_json
 from serving.tiny_models import make_decoder, make_engine, tiny_config
 from shardline.serving.engine import Engine, EngineConfig
+from shardline.serving.protocol import CalledFunction, MadeCall, Message, chat_messages
+from shardline.serving.tools import find_style, special_markers
 from shardline.text.tokenizer import Tokenizer, byte_tokenizer
 
 MESSAGES: list[Any] = [{"role": "user", "content": "Hello"}]
@@ -379,7 +381,7 @@ def test_a_template_without_tools_gets_them_as_text_when_a_parser_is_named():
     engine = make_engine(max_model_len=512)
     with local_server(engine, tool_call_parser="hermes") as server, client_of(server) as client:
         request: dict[str, Any] = {"tools": [PING], "tool_choice": "required", "parallel_tool_calls": False, "seed": 1}
-        answer = chat(client, **request)
+        answer = chat(client, **request, max_tokens=100)
         [made] = call_list(answer.choices[0].message)
         assert (made["name"], json.loads(made["arguments"])) == ("ping", {})
         assert answer.usage.prompt_tokens > 150
@@ -504,3 +506,61 @@ def test_usage_says_what_the_cache_had(server: LocalServer):
     )
     last = json.loads(data.decode().split("\n\n")[-3][6:])
     assert last["usage"]["prompt_tokens_details"]["cached_tokens"] == 48
+
+
+def test_a_result_gets_the_name_of_the_function_that_was_called():
+    made = MadeCall(id="c1", function=CalledFunction(name="ping", arguments="{}"))
+    said = Message(role="assistant", tool_calls=[made])
+    _, named = chat_messages([said, Message(role="tool", content="pong", tool_call_id="c1")])
+    assert named == {"role": "tool", "content": "pong", "tool_call_id": "c1", "name": "ping"}
+    _, other = chat_messages([said, Message(role="tool", content="pong", tool_call_id="c2")])
+    assert "name" not in other
+
+
+@pytest.mark.parametrize(
+    ("template", "asked", "style"),
+    [
+        (TOOL_TEMPLATE, "auto", "hermes"),
+        ('{% if tools %}{"name": function name, "parameters": ...}{% endif %}', "auto", "llama3_json"),
+        ("{% if tools %}<tool_call><function=NAME></function></tool_call>{% endif %}", "auto", None),
+        ("{% if tools %}[TOOL_CALLS]{% endif %}", "auto", None),
+        ("{{ messages[0].content }}", "auto", None),
+        ("{{ messages[0].content }}", "hermes", "hermes"),
+        (None, "auto", None),
+    ],
+)
+def test_the_style_is_what_the_template_speaks_of(template: str | None, asked: str, style: str | None):
+    assert find_style(template, asked) == style
+
+
+def test_the_template_named_tool_use_is_the_one_for_tools():
+    tokenizer = byte_tokenizer()
+    tokenizer._fast.chat_template = {"default": "plain", "tool_use": "{{ tools[0].function.name }}"}
+    assert tokenizer.tool_template == "{{ tools[0].function.name }}"
+    rendered = [tokenizer.render_chat(MESSAGES, add_generation_prompt=True, tools=tools) for tools in (None, [PING])]
+    assert rendered == ["plain", "ping"]
+
+
+def test_markers_that_are_special_tokens_are_written_and_read():
+    """As in Llama 3 or in Qwen's kin, where a marker is one token that plain text can't spell."""
+    from tokenizers import AddedToken
+    from transformers import PreTrainedTokenizerFast
+
+    backend = byte_tokenizer()._backend
+    backend.add_special_tokens(
+        [AddedToken(name, special=True, normalized=False) for name in ("<tool_call>", "</tool_call>")]
+    )
+    fast = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>")
+    fast.chat_template = TOOL_TEMPLATE
+    tokenizer = Tokenizer(fast, name="the test's tokenizer")
+    assert special_markers("hermes", tokenizer) == {"<tool_call>", "</tool_call>"}
+    config = tiny_config(tokenizer, max_position_embeddings=1024)
+    engine = Engine(make_decoder(config), tokenizer, EngineConfig(max_model_len=1024, max_num_seqs=4))
+    strict: Any = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
+    with local_server(engine) as server, client_of(server) as client:
+        request: dict[str, Any] = {"parallel_tool_calls": False, "seed": 2, "max_tokens": 300}
+        for tools, extra in (([WEATHER], {"tool_choice": "required"}), ([strict], {"logit_bias": {"259": 100}})):
+            answer = chat(client, tools=tools, **extra, **request)
+            [made] = call_list(answer.choices[0].message)
+            assert json.loads(made["arguments"])["days"] in (1, 2, 3)
+            assert answer.choices[0].finish_reason == "tool_calls"

@@ -71,7 +71,7 @@ class Completions:
         self._tokenizer = async_engine.engine.tokenizer
         self._model_name = model_name
         self._defaults = defaults
-        template = self._tokenizer.chat_template
+        template = self._tokenizer.tool_template
         self._template_takes_tools = template is not None and "tools" in template
         self._tool_style = find_style(template, tool_call_parser)
         self._grammars = GrammarCompiler(

@@ -254,10 +254,16 @@ def completion_prompts(body: CompletionBody) -> list[str | list[int]]:
 
 
 def chat_messages(messages: list[Message]) -> list[dict[str, Any]]:
-    """Returns messages as chat templates take them: a role and a text."""
+    """Returns messages as chat templates take them: a role and a text, calls and whose result it is."""
     if not messages:
         raise RequestError("messages is empty; send at least one message.", param="messages")
-    return [_plain_message(index, message) for index, message in enumerate(messages)]
+    plain = [_plain_message(index, message) for index, message in enumerate(messages)]
+    names: dict[str, str] = {}
+    for message in plain:  # some templates want the function's name with its result, which OpenAI's form leaves out
+        names |= {call["id"]: call["function"]["name"] for call in message.get("tool_calls", ()) if "id" in call}
+        if message["role"] == "tool" and message.get("tool_call_id") in names:
+            message.setdefault("name", names[message["tool_call_id"]])
+    return plain
 
 
 def chat_logprobs(body: ChatBody) -> int | None:

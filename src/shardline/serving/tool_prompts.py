@@ -23,16 +23,18 @@ _INTRODUCTION = (
 
 
 def shown_tools(tools: list[Tool]) -> list[dict[str, Any]]:
-    """Returns tools as chat templates take them: without what was left out of the request."""
-    shown = []
-    for tool in tools:
-        function = {
-            name: value
-            for name in ("name", "description", "parameters")
-            if (value := getattr(tool.function, name)) is not None
+    """Returns tools as chat templates take them, which may count on a description and on parameters."""
+    return [
+        {
+            "type": "function",
+            "function": {
+                "name": tool.function.name,
+                "description": tool.function.description or "",
+                "parameters": tool.function.parameters or {"type": "object", "properties": {}},
+            },
         }
-        shown.append({"type": "function", "function": function})
-    return shown
+        for tool in tools
+    ]
 
 
 def write_tools_in(messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> list[dict[str, Any]]:

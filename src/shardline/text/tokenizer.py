@@ -105,6 +105,12 @@ class Tokenizer:
         template = self._fast.chat_template
         return template.get("default") if isinstance(template, dict) else template
 
+    @property
+    def tool_template(self) -> str | None:
+        """The chat template of chats with tools: the one named `tool_use` where there is one."""
+        template = self._fast.chat_template
+        return template.get("tool_use", template.get("default")) if isinstance(template, dict) else template
+
     def render_chat(
         self,
         messages: list[dict[str, Any]],
