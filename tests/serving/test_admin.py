@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from serving.conftest import LocalServer, local_server
+from serving.soak import soak
 from serving.test_http import call, call_json, slow_down, wait_for
 from serving.tiny_models import make_decoder, make_engine, tiny_config
 from shardline.checkpoints.huggingface import load_decoder, save_folder
@@ -282,3 +283,24 @@ def test_quantised_weights_are_replaced_and_come_back_too(folders: dict[str, Pat
         for path, body in (("sleep", {"weights": True}), ("wake", {})):
             assert call(server.url, f"/admin/{path}", body, headers=KEY)[0] == 200
         assert text(server.url) == expected
+
+
+def test_reloads_among_clients_that_come_and_go(folders: dict[str, Path], texts: dict[str, str]):
+    """Everyone who stays gets a whole answer, nothing leaks, and the last weights are the ones that answer."""
+    engine = make_engine(load_decoder(folders["old"]), max_num_seqs=6, max_num_batched_tokens=64, num_blocks=64)
+    with local_server(engine, folder=str(folders["old"]), admin_key="secret") as server:
+        counts: list[Any] = []
+        crowd = threading.Thread(target=lambda: counts.append(soak(server.url, num_requests=250, seed=3)))
+        crowd.start()
+        num_reloads = 0
+        while crowd.is_alive() or num_reloads % 2 == 0:  # an odd number, so that it ends with the new weights
+            name = ("new", "old")[num_reloads % 2]
+            status, answer = reload(server, folders[name], mode=("drain", "pause")[num_reloads // 2 % 2])
+            assert status == 200, answer
+            num_reloads += 1
+        crowd.join()
+        assert counts[0].total() == 250
+        assert num_reloads > 4
+        server.wait_until_idle()
+        assert text(server.url) == texts["new"]
+        assert call_json(server.url, "/version")[1]["weights_version"] == num_reloads

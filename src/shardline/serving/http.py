@@ -250,7 +250,7 @@ class _Server:
         elif body.add_special_tokens:
             tokens = await self._completions.encode_prompt(body.prompt or "")
         else:
-            tokens = self._engine.tokenizer.encode(body.prompt or "")
+            tokens = await asyncio.to_thread(self._engine.tokenizer.encode, body.prompt or "")
         content = {"count": len(tokens), "max_model_len": self._engine.max_model_len, "tokens": tokens}
         return json_response(content, headers=headers)
 
@@ -263,7 +263,7 @@ class _Server:
                 raise RequestError(
                     f"tokens has the id {token}, but the vocabulary has ids 0 to {vocab_size - 1}.", param="tokens"
                 )
-        text = self._engine.tokenizer.decode(body.tokens, skip_special_tokens=False)
+        text = await asyncio.to_thread(self._engine.tokenizer.decode, body.tokens, skip_special_tokens=False)
         return json_response({"prompt": text}, headers=headers)
 
     async def admin_reload(self, request: Request) -> Response:
