@@ -179,3 +179,22 @@ def test_the_mode_is_the_threads_own_and_nests():
         assert is_batch_invariant()
     assert not is_batch_invariant()
     assert seen == [False]
+
+
+def test_compiled_modules_run_eagerly_in_the_mode(rows: torch.Tensor):
+    """A trainer with train.compile evaluates through the same kernels."""
+    weight = torch.randn(50, 96)
+    seen = []
+
+    def notes_the_mode(x: torch.Tensor) -> torch.Tensor:
+        seen.append(is_batch_invariant())
+        return linear(x, weight)
+
+    compiled = torch.compile(notes_the_mode, backend="eager")
+    with torch.no_grad():
+        compiled(rows)
+        seen.clear()
+        with batch_invariant():
+            assert same_for_any_count(compiled, rows[:270])
+    assert seen
+    assert all(seen)

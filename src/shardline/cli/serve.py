@@ -153,7 +153,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _adapters(words: list[str]) -> tuple[tuple[str, str], ...]:
-    pairs = [tuple(word.partition("=")[::2]) for word in words]
+    pairs = [(name, folder) for name, _, folder in (word.partition("=") for word in words)]
     for word, (name, folder) in zip(words, pairs, strict=True):
         if not name or not folder:
             raise UsageError(f"--lora {word} must be NAME=FOLDER, as in --lora poems=path/to/adapter.")

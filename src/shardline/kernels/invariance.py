@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
 
 import torch
@@ -48,7 +48,7 @@ _is_place_free: dict[tuple[object, ...], bool] = {}
 
 
 @contextmanager
-def batch_invariant() -> Iterator[None]:
+def batch_invariant() -> Generator[None]:
     """Everything that `kernels` computes in this thread is batch-invariant inside."""
     # Nothing can be compiled where dynamo isn't even loaded, and loading it takes a second.
     eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()

@@ -18,7 +18,7 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -89,7 +89,7 @@ class Adapters:
         return sum(tensor.nbytes for pairs in self._pairs.values() for pair in pairs.values() for tensor in pair)
 
     @contextmanager
-    def active(self, names_T: Sequence[str | None]) -> Iterator[None]:
+    def active(self, names_T: Sequence[str | None]) -> Generator[None]:
         """Inside, row t of what the decoder computes goes through adapter names_T[t]; None: through none."""
         for name in {name for name in names_T if name is not None}:
             rows = [row for row, each in enumerate(names_T) if each == name]
