@@ -371,9 +371,7 @@ def _check_fits(request: Request, *, max_model_len: int, vocab_size: int) -> Non
     prompt, params = request.prompt_token_ids, request.sampling
     if not prompt:
         raise RequestError("The prompt is empty; send at least one token.", param="prompt")
-    outside = [
-        token for token in prompt[:max_model_len] if not 0 <= token < vocab_size
-    ]  # longer ones are refused
+    outside = [token for token in prompt[:max_model_len] if not 0 <= token < vocab_size]  # longer ones are refused
     if outside:
         raise RequestError(
             f"The prompt has token id {outside[0]}, but the vocabulary has ids 0 to {vocab_size - 1}.", param="prompt"
