@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import math
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from serving.tiny_models import make_decoder, make_engine, make_request, tiny_config
+from shardline.config import DataConfig, RunConfig, TrainConfig
 from shardline.kernels import batch_invariant
 from shardline.models.attention import DenseAttention
 from shardline.models.decoder import Decoder
+from shardline.parallel.world import start_world
+from shardline.serving.engine import Engine, EngineConfig
 from shardline.serving.requests import Request, RequestOutput
+from shardline.text.dataset import prepare_dataset
 from shardline.text.tokenizer import byte_tokenizer
 from shardline.training.loss import IGNORED, LanguageModelLoss
+from shardline.training.trainer import Trainer
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -158,5 +166,53 @@ def test_the_trainers_loss_in_the_mode_is_the_sum_of_served_logprobs():
     targets[0, 30:119] = tokens[0, 31:120]
     with torch.no_grad(), batch_invariant():
         loss = LanguageModelLoss(decoder)(tokens, targets, documents, positions)
-    expected = -torch.tensor(answer.prompt_logprobs[1:], dtype=torch.float64).sum().float()
-    assert loss.item() == expected.item()
+    assert loss.item() == pytest.approx(-math.fsum(answer.prompt_logprobs[1:]), rel=1e-14)
+
+
+def test_the_trainers_evaluation_in_the_mode_is_made_of_served_logprobs(tmp_path: Path):
+    """Several rows of several documents a batch against documents that are served one by one: equal to fp64's end."""
+    source = tmp_path / "texts.jsonl"
+    texts = [f"Document {i} " + "with some words, " * (i % 7) for i in range(80)]
+    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    config = RunConfig(
+        data=DataConfig(source=str(source), sequence_length=96, heldout_fraction=0.5),
+        train=TrainConfig(steps=1, global_batch=3, micro_batch=3, eval_rows=7),
+        run=str(tmp_path / "run"),
+    )
+    tokenizer = byte_tokenizer()
+    rows, heldout = prepare_dataset(config.data, tokenizer, cache_dir=tmp_path / "cache")
+    model = tiny_config(tokenizer)
+    with start_world() as world:
+        trainer = Trainer(config=config, world=world, architecture=model, rows=rows, heldout=heldout)
+        trainer.train_step()
+        with batch_invariant():
+            evaluated = trainer.evaluate()
+        decoder = Decoder(model)
+        decoder.load_state_dict({name: p.detach().clone() for name, p in trainer.model.named_parameters()})
+    batch = heldout.batch(range(min(7, heldout.num_rows)))
+    documents = []
+    for tokens, targets, owners in zip(batch.tokens_BT, batch.targets_BT, batch.documents_BT, strict=True):
+        for owner in sorted(set(owners.tolist()) - {-1}):
+            own, aims = tokens[owners == owner], targets[owners == owner]
+            last = aims[-1:][aims[-1:] != IGNORED]
+            documents.append(((*own.tolist(), *last.tolist()), int((aims != IGNORED).sum())))
+    engine = make_engine(decoder, batch_invariant=True, max_num_batched_tokens=50)
+    requests = [scored(str(i), ids, max_tokens=0) for i, (ids, _) in enumerate(documents)]
+    served = [value for answer in engine.generate(requests) for value in answer.prompt_logprobs[1:]]
+    assert len(served) == sum(count for _, count in documents)
+    assert evaluated == pytest.approx(-math.fsum(served) / len(served), rel=1e-14)
+
+
+def test_a_draft_model_changes_nothing():
+    decoder, draft = (
+        odd_decoder(),
+        make_decoder(tiny_config(byte_tokenizer(), num_layers=1, sliding_windows=(None,)), seed=3),
+    )
+    requests = [scored(str(i), prompt(5 + 8 * i, seed=i), max_tokens=15) for i in range(5)]
+    plain = make_engine(decoder, batch_invariant=True).generate(requests)
+    config = EngineConfig(max_model_len=256, max_num_seqs=8, batch_invariant=True, speculative="draft")
+    for draft_model in (draft, decoder):  # one that is mostly wrong, and one that never is
+        engine = Engine(decoder, byte_tokenizer(), config, draft=draft_model)
+        assert [bits(answer) for answer in engine.generate(requests)] == [bits(answer) for answer in plain]
+        assert engine.num_draft_tokens > 0
+        assert (engine.num_accepted_tokens == engine.num_draft_tokens) == (draft_model is decoder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -146,6 +147,26 @@ def test_kv_cache_dtypes_are_close_and_smaller(dtype: str, most: float, batched:
         pairs = zip(expected.prompt_logprobs[1:], found.prompt_logprobs[1:], strict=True)
         worst = max(worst, *(abs(a - b) for a, b in pairs))
     assert 0 < worst < most
+
+
+@pytest.mark.parametrize("changes", [{"kv_cache_dtype": "int8"}, {"quantization": "int8"}, {"quantization": "int4"}])
+def test_a_poisoned_request_fails_alone_in_small_forms_too(changes: dict[str, str]):
+    decoder = make_decoder(tiny_config(byte_tokenizer(), tie_word_embeddings=False))
+    if "quantization" in changes:
+        quantize_decoder(decoder, changes["quantization"])
+        decoder.model.embed_tokens.weight.tensors["scales"][200] = float("nan")
+    else:
+        with torch.no_grad():
+            decoder.model.embed_tokens.weight[200] = float("nan")
+    good = make_request("good", "fine", max_tokens=20, ignore_eos=True, logit_bias={200: -100})
+    config = limits(num_blocks=12, kv_cache_dtype=changes.get("kv_cache_dtype", "auto"), max_num_seqs=2)
+    [alone] = Engine(decoder, byte_tokenizer(), config).generate([good])
+    engine = Engine(decoder, byte_tokenizer(), config)
+    bad, again = engine.generate([make_request("bad", (1, 2, 200, 3)), dataclasses.replace(good, request_id="again")])
+    assert "not finite" in (bad.error or "")
+    assert again.token_ids == alone.token_ids
+    later = engine.generate([dataclasses.replace(good, request_id=str(i)) for i in range(6)])
+    assert [answer.token_ids for answer in later] == [alone.token_ids] * 6
 
 
 def test_what_a_cache_loses_does_not_depend_on_chunks():

@@ -59,7 +59,7 @@ class LanguageModelLoss(nn.Module):
         scale: float | None = None,
         x_BTD: Tensor | None = None,
     ) -> Tensor:
-        """Returns the fp32 scalar sum of -log p(target) over targets that are not `IGNORED`.
+        """Returns the fp32 scalar sum (fp64 in batch-invariant mode) of -log p(target) over targets that are not `IGNORED`.
 
         Without `documents_BT` each row is one document, all of it real, and attention is plainly causal.
         A stage that is not the first takes `x_BTD` from the one before; one that is not the last returns it.
@@ -116,13 +116,13 @@ class LanguageModelLoss(nn.Module):
         )
 
     def _fixed_order_sum(self, x_RD: Tensor, targets_R: Tensor) -> Tensor:
-        """The sum over the log-probabilities that serving in the same mode gives, bit for bit."""
+        """The sum, in fp64, over the log-probabilities that serving in the same mode gives, bit for bit."""
         total = torch.zeros((), dtype=torch.float64, device=x_RD.device)
         for x, targets in zip(x_RD.split(_CHUNK_ROWS), targets_R.split(_CHUNK_ROWS), strict=True):
             valid = targets != IGNORED
             logprobs = self.decoder.head(x[valid]).float().log_softmax(-1)
             total = total - logprobs.gather(1, targets[valid].unsqueeze(1)).double().sum()
-        return total.float()
+        return total
 
     def _lengths(self, positions_BT: Tensor, documents_BT: Tensor | None) -> Tensor:
         if documents_BT is None:
