@@ -184,6 +184,25 @@ def test_deep_rules_do_not_end_the_process(compiler: GrammarCompiler):
     assert accepts(compiler.compile_now(StructuredOutputs(grammar=lark)), "a")
 
 
+@pytest.mark.parametrize(
+    "grammar", ["start: /a+/ /a+/", 'start: "b" x\nx: /a+/ "a"', "start: %lark {\nstart: /a+/ /a+/\n}"]
+)
+def test_a_grammar_that_forces_the_same_token_for_ever_does_not_hang(compiler: GrammarCompiler, grammar: str):
+    state = compiler.compile_now(StructuredOutputs(grammar=grammar)).start()
+    started_s = time.monotonic()
+    for _ in range(30):
+        choice = min(allowed(state))
+        assert choice != EOS
+        state.accept(choice)
+    assert time.monotonic() - started_s < 2.0
+
+
+def test_options_of_the_grammar_library_are_not_the_clients(compiler: GrammarCompiler):
+    assert accepts(compiler.compile_now(StructuredOutputs(grammar='%llguidance {}\nstart: "a"')), "a")
+    with pytest.raises(RequestError, match="options of %llguidance"):
+        compiler.compile_now(StructuredOutputs(grammar='%llguidance {"no_forcing": false}\nstart: "a"'))
+
+
 def test_exactly_one_kind():
     for given in ({}, {"regex": "a", "choice": ("b",)}, {"json": {}, "json_object": True}):
         with pytest.raises(RequestError, match="exactly one"):

@@ -37,6 +37,8 @@ MAX_CACHED = 64
 NUM_THREADS = 2
 STACK_BYTES = 256 * 2**20  # rules may refer to rules as deep as the longest source allows; only touched pages are real
 WHITESPACE = r" |\n[ ]{0,40}|\n\t{0,20}"
+# Tokens that follow by force are sampled like any others: to look ahead for them can go on for ever (start: /a+/ /a+/).
+OPTIONS = '%llguidance {"no_forcing": true}'
 PARAM = "structured_outputs"
 
 
@@ -134,7 +136,7 @@ class GrammarCompiler:
 
     def _compile(self, wanted: StructuredOutputs | str, param: str) -> CompiledGrammar:
         try:
-            source = LLMatcher.grammar_from_lark(wanted) if isinstance(wanted, str) else _source(wanted)
+            source = wanted if isinstance(wanted, str) else _lark(wanted)
         except ValueError as error:
             raise RequestError(f"{param} can't be used: {_first_line(str(error))}.", param=param) from None
         if len(source) > MAX_SOURCE_CHARACTERS:
@@ -148,7 +150,8 @@ class GrammarCompiler:
         with self._vocabulary_lock:  # one of its own: reading takes too long for `_threads` to wait
             if self._vocabulary is None:
                 self._vocabulary = self._read_vocabulary()
-        matcher = LLMatcher(self._vocabulary, source, log_level=0, limits=self._limits)
+        whole = LLMatcher.grammar_from_lark(f"{OPTIONS}\n{source}")
+        matcher = LLMatcher(self._vocabulary, whole, log_level=0, limits=self._limits)
         if matcher.is_error():
             raise RequestError(f"{param} can't be used: {_first_line(matcher.get_error())}.", param=param)
         compiled = CompiledGrammar(matcher)
@@ -181,41 +184,43 @@ class _Vocabulary:
 
 
 def json_options(*, whitespace: bool) -> dict[str, Any]:
-    """Returns llguidance's settings for JSON; they go before those in a schema."""
+    """Returns llguidance's settings for JSON, a schema's `x-guidance`."""
     pattern = WHITESPACE if whitespace else ""
     return {"whitespace_flexible": whitespace, "whitespace_pattern": pattern, "lenient": False}
 
 
-def _source(wanted: StructuredOutputs) -> str:
-    """Returns the grammar in llguidance's notation; raises ValueError."""
+def _lark(wanted: StructuredOutputs) -> str:
+    """Returns the grammar in Lark's notation; raises ValueError."""
     if wanted.json_object:
-        return _json_source({"type": "object"}, whitespace=not wanted.disable_any_whitespace)
+        return _json_lark({"type": "object"}, whitespace=not wanted.disable_any_whitespace)
     if wanted.json is not None:
-        return _json_source(wanted.json, whitespace=not wanted.disable_any_whitespace)
+        return _json_lark(wanted.json, whitespace=not wanted.disable_any_whitespace)
     if wanted.regex is not None:
-        return LLMatcher.grammar_from_regex(wanted.regex)
+        return msgspec.json.decode(LLMatcher.grammar_from_regex(wanted.regex))["grammars"][0]["lark_grammar"]
     if wanted.grammar is not None:
         if len(wanted.grammar) > MAX_SOURCE_CHARACTERS:  # before it is translated
             raise ValueError(f"it has {len(wanted.grammar)} characters, more than {MAX_SOURCE_CHARACTERS}")
-        return grammar_from("grammar", wanted.grammar)
+        grammar = re.sub(r"%llguidance\s*\{\s*\}", "", wanted.grammar)
+        if "%llguidance" in grammar:
+            raise ValueError("options of %llguidance are the server's; leave them out")
+        return grammar_from("grammar", grammar)
     choices = wanted.choice or ()
     if not 1 <= len(choices) <= MAX_CHOICES:
         raise ValueError(f"choice has {len(choices)} texts; it needs between 1 and {MAX_CHOICES}")
-    texts = (msgspec.json.encode(text).decode() for text in dict.fromkeys(choices))
-    return LLMatcher.grammar_from_lark("start: " + " | ".join(texts))
+    return "start: " + " | ".join(msgspec.json.encode(text).decode() for text in dict.fromkeys(choices))
 
 
-def _json_source(schema: Mapping[str, Any] | str, *, whitespace: bool) -> str:
+def _json_lark(schema: Mapping[str, Any] | str, *, whitespace: bool) -> str:
     try:
-        text = schema if isinstance(schema, str) else msgspec.json.encode(schema).decode()
-        read = msgspec.json.decode(text)
+        read = msgspec.json.decode(schema) if isinstance(schema, str) else schema
+        if not isinstance(read, Mapping):
+            raise ValueError("a JSON schema must be an object")
+        text = msgspec.json.encode({**read, "x-guidance": json_options(whitespace=whitespace)}).decode()
     except RecursionError:
         raise ValueError("the schema is nested too deeply") from None
     except (msgspec.DecodeError, UnicodeError) as error:
         raise ValueError(f"the schema is not valid JSON: {error}") from None
-    if not isinstance(read, dict):
-        raise ValueError("a JSON schema must be an object")
-    return LLMatcher.grammar_from_json_schema(text, overrides=json_options(whitespace=whitespace))  # type: ignore[arg-type]
+    return f"start: %json {text}"
 
 
 def _first_line(text: str) -> str:

@@ -148,7 +148,7 @@ class ToolPlan:
         else:
             start = f"call {more} | TEXT"
             rules.append(r"TEXT: /([^{\s](.|\n)*)?/")
-        return "\n".join(["%llguidance {}", f"start: {start}", *rules])
+        return "\n".join([f"start: {start}", *rules])
 
     def _schema(self, function: Function) -> dict[str, Any]:
         parameters = dict(function.parameters or {"type": "object", "properties": {}, "additionalProperties": False})
