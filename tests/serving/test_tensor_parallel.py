@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from serving.tiny_models import dense_logprobs, save_tiny_folder
-from shardline.checkpoints.huggingface import load_decoder
+from shardline.checkpoints.huggingface import load_decoder, save_folder
 from shardline.config.errors import InfeasibleError
 from shardline.serving.engine import EngineConfig, load_engine
 from shardline.serving.launch import start_server
@@ -26,6 +26,7 @@ from shardline.serving.launch import start_server
 SCRIPT = """
 import dataclasses, json, sys
 from serving.tiny_models import make_request
+from shardline.config.errors import ShardlineError
 from shardline.serving.engine import EngineConfig, load_engine
 
 def main():
@@ -39,6 +40,12 @@ def main():
         for i, text in enumerate(prompts)
     ]
     found = [dataclasses.asdict(answer) for answer in engine.generate(requests)]
+    try:
+        engine.reload(sys.argv[4])
+        raise SystemExit("a damaged folder was taken")
+    except ShardlineError:
+        pass
+    assert [a.token_ids for a in engine.generate(requests[:1])] == [found[0]["token_ids"]]
     engine.reload(other)
     found += [dataclasses.asdict(answer) for answer in engine.generate(requests[:1])]
     weights = sum(parameter.nbytes for parameter in engine.decoder.parameters())
@@ -51,12 +58,23 @@ if __name__ == "__main__":
 """
 
 
+def damaged(folder: Path) -> Path:
+    """A copy in two files, of which the second ends too early."""
+    copy = folder.parent / "damaged"
+    if not copy.exists():
+        decoder = load_decoder(folder)
+        save_folder(copy, config=decoder.config, tensors=decoder.state_dict(), max_shard_bytes=100_000)
+        last = max(copy.glob("model-*.safetensors"))
+        last.write_bytes(last.read_bytes()[:-100])
+    return copy
+
+
 def run(folder: Path, size: int, other: Path) -> dict[str, Any]:
     script = folder.parent / "run.py"
     script.write_text(SCRIPT)
     path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [sys.executable, str(script), str(folder), str(size), str(other)],
+        [sys.executable, str(script), str(folder), str(size), str(other), str(damaged(other))],
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

@@ -12,6 +12,7 @@ everywhere. A rank that fails or goes away makes the step fail, and the next one
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import multiprocessing
 import os
@@ -70,12 +71,26 @@ class _Part:
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:
-        """Fills this rank's part of each tensor, one whole tensor at a time."""
+        """Fills this rank's part of each tensor, one whole tensor at a time: on every rank, or on none.
+
+        Raises `ShardlineError` on every rank where any of them can't read the folder.
+        """
         parameters = dict(self.decoder.named_parameters())
-        for name, whole in iter_tensors(folder):
-            place = self._tensor.placements[name]
-            shard = Shard.of(parameters[name], shape=place.shape, offsets=place.offsets)
-            shard.local.copy_(shard.part_of(whole))
+        fresh: dict[str, Tensor] = {}
+        failure: ShardlineError | None = None
+        try:
+            for name, whole in iter_tensors(folder):
+                place = self._tensor.placements[name]
+                shard = Shard.of(parameters[name], shape=place.shape, offsets=place.offsets)
+                fresh[name] = shard.part_of(whole).to(self._dtype, copy=True)
+        except ShardlineError as error:
+            failure = error
+        failed = torch.tensor(float(failure is not None))
+        dist.all_reduce(failed, group=self.group)
+        if failed:
+            raise failure or ShardlineError(f"{folder} can't be read by every tensor-parallel rank.")
+        for name, parameter in parameters.items():
+            parameter.copy_(fresh.pop(name))
 
     def make_cache(self, **options: Any) -> None:
         self.cache = KVCache(local_config(self.config, self.group.size()), **options)
@@ -149,7 +164,6 @@ class TensorParallelDecoder(nn.Module):
         """Takes the weights of another folder of the same config on every rank; all have them when it returns."""
         self._tell("load", folder)
         self._part.load(folder)
-        dist.barrier(group=self._part.group)
 
     def close(self) -> None:
         """Ends the other ranks."""
@@ -231,5 +245,5 @@ def _work(pipe: Connection, folder: Path, rank: int, size: int, port: int, dtype
                 assert part.cache is not None
                 part.cache.clear(argument)
             elif what == "load":
-                part.load(argument)
-                dist.barrier(group=part.group)
+                with contextlib.suppress(ShardlineError):  # rank 0 says it
+                    part.load(argument)
