@@ -56,6 +56,15 @@ FIELDS = st.sampled_from(
         "response_format",
         "tokens",
         "guided_json",
+        "structured_outputs",
+        "tool_choice",
+        "parallel_tool_calls",
+        "allowed_token_ids",
+        "bad_words",
+        "best_of",
+        "prompt_logprobs",
+        "truncate_prompt_tokens",
+        "priority",
         "surprise",
     ]
 )
@@ -63,6 +72,8 @@ VALID: list[dict[str, Any]] = [
     {"prompt": "abc", "max_tokens": 2},
     {"prompt": [1, 2, 3], "max_tokens": 2},
     {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2},
+    {"messages": [{"role": "user", "content": "hi"}], "tools": [{"function": {"name": "f"}}], "max_tokens": 2},
+    {"prompt": "abc", "max_tokens": 2, "structured_outputs": {"choice": ["a", "b"]}},
     {"tokens": [104, 105]},
 ]
 
@@ -146,6 +157,7 @@ def test_a_wrong_type_names_the_field(local: LocalServer):
 def test_extreme_numbers_are_refused_or_answered_never_a_500(local: LocalServer):
     extremes = [2**31, 2**53 + 1, 2**63 - 1, 2**63, 2**64 - 1, 2**64, -1, -(2**63), 1e-300, 1e300, 1e-40, 0, 99.9]
     fields = ["max_tokens", "min_tokens", "top_k", "seed", "n", "logprobs", "temperature", "top_p", "min_p"]
+    fields += ["best_of", "prompt_logprobs", "truncate_prompt_tokens", "priority"]
     fields += ["presence_penalty", "frequency_penalty", "repetition_penalty"]
     for field in fields:
         for value in extremes:

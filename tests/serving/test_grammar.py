@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from serving.tiny_models import make_engine
 from shardline.serving.engine import Engine
@@ -204,9 +206,9 @@ def test_options_of_the_grammar_library_are_not_the_clients(compiler: GrammarCom
 
 
 def test_exactly_one_kind():
-    for given in ({}, {"regex": "a", "choice": ("b",)}, {"json": {}, "json_object": True}):
+    for kinds in ({}, {"regex": "a", "choice": ("b",)}, {"json": {}, "json_object": True}):
         with pytest.raises(RequestError, match="exactly one"):
-            StructuredOutputs(**given)
+            StructuredOutputs(**kinds)
 
 
 def test_each_start_is_a_state_of_its_own_and_compiling_is_cached():
@@ -339,3 +341,80 @@ def test_the_engine_refuses_a_constraint_that_no_one_compiled(engine: Engine):
     sampling = SamplingParams(structured_outputs=StructuredOutputs(regex="a"))
     with pytest.raises(RequestError, match="must be compiled"):
         engine.add_request(Request(request_id="a", prompt_token_ids=(1,), sampling=sampling))
+
+
+PIECES = [
+    "start:",
+    "a",
+    '"x"',
+    "/a+/",
+    "|",
+    "(",
+    ")",
+    "*",
+    "+",
+    "?",
+    "\n",
+    "%json {}",
+    "~2",
+    "..",
+    "&",
+    "[lazy]",
+    "~",
+    '"y"i',
+]
+REGEXES = st.text("ab()[]{}*+?|\\.^$d1,2-&~", max_size=12)
+LARKS = st.lists(st.sampled_from(PIECES), max_size=10).map(lambda words: "start: " + " ".join(words))
+KEYWORDS = [
+    "type",
+    "properties",
+    "required",
+    "items",
+    "enum",
+    "anyOf",
+    "allOf",
+    "pattern",
+    "maxLength",
+    "minimum",
+    "$ref",
+]
+SCHEMAS = st.dictionaries(
+    st.sampled_from(KEYWORDS),
+    st.recursive(
+        st.none() | st.integers(-3, 99) | st.sampled_from(["string", "object", "array", "integer", "^a", "#", "a"]),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYWORDS), inner, max_size=3),
+        max_leaves=8,
+    ),
+    max_size=4,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    wanted=st.builds(lambda regex: StructuredOutputs(regex=regex), REGEXES)
+    | st.builds(lambda grammar: StructuredOutputs(grammar=grammar), LARKS)
+    | st.builds(lambda schema: StructuredOutputs(json=schema), SCHEMAS),
+    data=st.data(),
+)
+def test_any_grammar_either_says_why_not_or_leads_on(
+    compiler: GrammarCompiler, wanted: StructuredOutputs, data: st.DataObject
+):
+    try:
+        state = compiler.compile_now(wanted).start()
+    except RequestError as error:
+        refusal = str(error)
+    else:
+        refusal = None
+    if refusal is not None:
+        assert "\n" not in refusal
+        return
+    for _ in range(12):
+        choices = sorted(allowed(state))
+        if state.error is not None:
+            return
+        assert choices
+        token = data.draw(st.sampled_from(choices))
+        state.accept(token)
+        assert state.error is None, token
+        if token == EOS:
+            return

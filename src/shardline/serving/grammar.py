@@ -21,8 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
-from llguidance._tokenizer import TokenizerWrapper
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, grammar_from
 from torch import Tensor
 
 from shardline.serving.errors import OverloadedError, RequestError
