@@ -223,7 +223,8 @@ def test_each_start_is_a_state_of_its_own_and_compiling_is_cached():
 
 
 def test_the_time_to_compile_is_limited_and_the_event_loop_goes_on():
-    compiler = make_compiler(timeout_s=0.05)
+    compiler = make_compiler(timeout_s=0.04)
+    compiler.compile_now(StructuredOutputs(regex="a"))  # its threads are there
     many = StructuredOutputs(grammar="start: " + " | ".join(f'"{n}"' for n in range(18_000)))
 
     async def try_it() -> int:
@@ -239,7 +240,7 @@ def test_the_time_to_compile_is_limited_and_the_event_loop_goes_on():
     started_s = time.monotonic()
     ticks = asyncio.run(try_it())
     assert time.monotonic() - started_s < 2.0
-    assert ticks >= 3
+    assert ticks >= 2
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 2.0])
