@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 _REFERENCE = 16
-_SIZES = (4, 8, _REFERENCE, 32, 64, 128, 256)
+_SIZES = (4, 8, _REFERENCE, 32, 48, 64, 96, 128, 192, 256)
 _SLAB = 32_768 - 64  # elements; fewer than PyTorch deals out to threads
 _ALIGNED = 64  # elements; a row of a multiple of it has no tail in any vector width
 

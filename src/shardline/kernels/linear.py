@@ -67,7 +67,7 @@ def _is_decode(x: Tensor, weight_NK: Tensor) -> bool:
 def _few_rows(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
     """Returns x W^T + b as (W x^T)^T; a single row goes twice, since one alone is another routine's, and slow."""
     x_RK = x.reshape(-1, x.shape[-1])
-    pair_RK = x_RK.expand(2, -1) if len(x_RK) == 1 else x_RK
+    pair_RK = x_RK.repeat(2, 1) if len(x_RK) == 1 else x_RK  # not `expand`: MKL takes 4 times as long over it
     out_RN = torch.mm(weight_NK, pair_RK.t()).t()[: len(x_RK)].contiguous()
     out = out_RN.view(*x.shape[:-1], -1)
     return out if bias_N is None else out + bias_N
