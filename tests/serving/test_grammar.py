@@ -199,6 +199,13 @@ def test_a_grammar_that_forces_the_same_token_for_ever_does_not_hang(compiler: G
     assert time.monotonic() - started_s < 2.0
 
 
+def test_a_complement_does_not_match_the_end(compiler: GrammarCompiler):
+    state = compiler.compile_now(StructuredOutputs(grammar='start: ~"x" "y"')).start()
+    state.accept(0)
+    assert EOS not in allowed(state)
+    assert accepts(compiler.compile_now(StructuredOutputs(grammar='start: ~"x"')), "abc")
+
+
 def test_options_of_the_grammar_library_are_not_the_clients(compiler: GrammarCompiler):
     assert accepts(compiler.compile_now(StructuredOutputs(grammar='%llguidance {}\nstart: "a"')), "a")
     with pytest.raises(RequestError, match="options of %llguidance"):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from serving.conftest import local_server
 from serving.test_http import call_json, stream
-from serving.tiny_models import SCRIPTS, OneText, ScriptedTokens, make_engine
+from serving.tiny_models import SCRIPTS, OneText, ScriptedTokens, make_decoder, make_engine, tiny_config
 from shardline.serving.reply import ReplyText
 from shardline.serving.requests import SamplingParams
 from shardline.serving.runner import Runner
@@ -32,7 +32,7 @@ def test_the_stream_is_the_unstreamed_reply(script: str, asked: str):
     text = SCRIPTS[script]
     arguments = json.dumps({"text": text, "{": "}"}, ensure_ascii=False)
     said = f'{text} <tool_call>\n{{"name": "ping", "arguments": {arguments}}}\n</tool_call>{text}<tool'
-    engine = make_engine(max_model_len=512)
+    engine = make_engine(make_decoder(tiny_config(TOKENIZER, max_position_embeddings=1024)), max_model_len=1024)
     engine.runner = Runner(engine.decoder, engine.kv_cache, ScriptedTokens(OneText(said)))  # type: ignore[arg-type]
     body: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}], "max_tokens": len(said.encode())}
     body |= {"plain": {}, "stop": {"stop": [text[-2:] + "<tool"]}, "tools": {"tools": [PING]}}[asked]

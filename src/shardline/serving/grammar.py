@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
+import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, grammar_from
 from torch import Tensor
 
@@ -44,8 +45,9 @@ PARAM = "structured_outputs"
 class TokenGrammar:
     """One reply's place in a grammar: the engine's `Grammar`."""
 
-    def __init__(self, matcher: LLMatcher) -> None:
+    def __init__(self, matcher: LLMatcher, eos_token_ids: list[int]) -> None:
         self._matcher = matcher
+        self._eos_token_ids = eos_token_ids
         self._error: str | None = None
 
     @property
@@ -59,6 +61,13 @@ class TokenGrammar:
     def fill(self, mask_W: Tensor) -> None:
         self._matcher.unsafe_compute_mask_ptr(mask_W.data_ptr(), mask_W.numel() * mask_W.element_size())
         self._note_error()
+        if self._error is None and not self._matcher.is_accepting():
+            # A complement (~"x") matches the bytes that stand for the end token, too; that is not the end.
+            words = mask_W.numpy().view(np.uint32)
+            for token in self._eos_token_ids:
+                words[token // 32] &= ~np.uint32(1 << token % 32)
+            if not words.any():
+                self._error = "The grammar leaves no token that may follow here."
 
     def accept(self, token_id: int) -> None:
         self._matcher.consume_token(token_id)
@@ -72,11 +81,12 @@ class TokenGrammar:
 class CompiledGrammar:
     """A grammar to start replies with, each with a state of its own."""
 
-    def __init__(self, matcher: LLMatcher) -> None:
+    def __init__(self, matcher: LLMatcher, eos_token_ids: list[int]) -> None:
         self._matcher = matcher
+        self._eos_token_ids = eos_token_ids
 
     def start(self) -> TokenGrammar:
-        return TokenGrammar(self._matcher.deep_copy())
+        return TokenGrammar(self._matcher.deep_copy(), self._eos_token_ids)
 
 
 class GrammarCompiler:
@@ -153,7 +163,7 @@ class GrammarCompiler:
         matcher = LLMatcher(self._vocabulary, whole, log_level=0, limits=self._limits)
         if matcher.is_error():
             raise RequestError(f"{param} can't be used: {_first_line(matcher.get_error())}.", param=param)
-        compiled = CompiledGrammar(matcher)
+        compiled = CompiledGrammar(matcher, self._eos_token_ids)
         with self._lock:
             self._compiled[source] = compiled
             if len(self._compiled) > MAX_CACHED:
