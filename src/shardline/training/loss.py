@@ -59,7 +59,7 @@ class LanguageModelLoss(nn.Module):
         scale: float | None = None,
         x_BTD: Tensor | None = None,
     ) -> Tensor:
-        """Returns the scalar sum of -log p(target) over targets that are not `IGNORED`; fp32, or fp64 if batch-invariant.
+        """Returns the scalar sum of -log p(target) over targets that are not `IGNORED`: fp32, or fp64 in the mode.
 
         Without `documents_BT` each row is one document, all of it real, and attention is plainly causal.
         A stage that is not the first takes `x_BTD` from the one before; one that is not the last returns it.
