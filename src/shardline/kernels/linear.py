@@ -15,6 +15,9 @@ from torch import Tensor, nn
 
 from shardline.kernels.invariance import fixed_linear, is_batch_invariant
 
+_FEW_ROWS, _SHORT_ROW = 4, 1024
+_HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
 __all__ = ["Embedding", "Linear", "PackedWeight", "embedding", "linear"]
 
 
@@ -42,35 +45,43 @@ def linear(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None)
         return out if bias is None else out + bias
     if is_batch_invariant():
         return fixed_linear(x, weight, bias)
-    if _is_decode(x, weight):
-        return _few_rows(x, weight, bias)
+    if _is_plain_inference(x, weight):
+        return _inference(x, weight, bias)
     return F.linear(x, weight, bias)
 
 
-def _is_decode(x: Tensor, weight_NK: Tensor) -> bool:
-    """Whether these are the few rows of a decode step that MKL multiplies faster the other way round.
+def _is_plain_inference(x: Tensor, weight: Tensor) -> bool:
+    """fp32 on the CPU, of which no one wants a gradient or a graph."""
+    return (
+        not torch.is_grad_enabled()
+        and x.device.type == "cpu"
+        and x.dtype == weight.dtype == torch.float32
+        and x.numel() > 0
+        and not torch.is_autocast_enabled("cpu")
+        and not torch.compiler.is_compiling()
+    )
 
-    MKL's x W^T reads the weights at half of what memory gives, and W x^T at all of it, for a few rows and a K that
-    caches well. Measured with AVX2 on one and two threads (docs/decisions/0014).
+
+def _inference(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
+    """Returns what `F.linear` does by the library and the order that read weights fastest (docs/decisions/0014).
+
+    `F.linear` calls MKL, which reads the weights at half of memory's speed for a few rows, and on AMD's processors does
+    not use AVX-512. oneDNN, which PyTorch has too, is faster but for 2 to 4 short rows, where MKL's W x^T is.
     """
-    if torch.is_grad_enabled() or x.device.type != "cpu" or x.dtype != torch.float32 or weight_NK.dtype != x.dtype:
-        return False
     num_features = weight_NK.shape[1]
     num_rows = x.numel() // num_features
-    if not 1 <= num_rows <= 8 or not torch.backends.mkl.is_available() or torch.compiler.is_compiling():
-        return False
-    if num_features <= 1024:
-        return True
-    return torch.get_num_threads() > 1 and num_rows <= 4 and (num_rows > 1 or num_features <= 8192)
-
-
-def _few_rows(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
-    """Returns x W^T + b as (W x^T)^T; a single row goes twice, since one alone is another routine's, and slow."""
-    x_RK = x.reshape(-1, x.shape[-1])
-    pair_RK = x_RK.repeat(2, 1) if len(x_RK) == 1 else x_RK  # not `expand`: MKL takes 4 times as long over it
-    out_RN = torch.mm(weight_NK, pair_RK.t()).t()[: len(x_RK)].contiguous()
-    out = out_RN.view(*x.shape[:-1], -1)
-    return out if bias_N is None else out + bias_N
+    if num_rows <= _FEW_ROWS and num_features <= _SHORT_ROW and torch.backends.mkl.is_available():
+        x_RK = x.reshape(-1, num_features)
+        pair_RK = torch.cat((x_RK, x_RK)) if num_rows == 1 else x_RK  # one alone goes to a routine that is slow
+        out_RN = torch.mm(weight_NK, pair_RK.t()).t()[:num_rows].contiguous()
+        out = out_RN.view(*x.shape[:-1], -1)
+        return out if bias_N is None else out + bias_N
+    if not _HAS_ONEDNN:
+        return F.linear(x, weight_NK, bias_N)
+    # The op wants two dims or more.
+    rows = x.unsqueeze(0) if x.ndim == 1 else x
+    out = torch.ops.mkldnn._linear_pointwise(rows, weight_NK, bias_N, "none", [], "")
+    return out.squeeze(0) if x.ndim == 1 else out
 
 
 def embedding(ids: Tensor, weight: Tensor | PackedWeight) -> Tensor:
