@@ -35,6 +35,8 @@ def test_training_and_other_dtypes_keep_pytorch_s_own():
     x, weight = torch.randn(2, 64), torch.randn(32, 64, requires_grad=True)
     assert torch.equal(linear(x, weight), F.linear(x, weight))
     assert linear(x, weight).requires_grad
+    with torch.no_grad():  # the trainer's evaluation
+        assert torch.equal(linear(x, weight), F.linear(x, weight))
     with torch.inference_mode():
         assert torch.equal(
             linear(x.bfloat16(), weight.detach().bfloat16()), F.linear(x.bfloat16(), weight.detach().bfloat16())

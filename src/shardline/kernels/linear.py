@@ -51,9 +51,9 @@ def linear(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None)
 
 
 def _is_plain_inference(x: Tensor, weight: Tensor) -> bool:
-    """fp32 on the CPU, of which no one wants a gradient or a graph."""
+    """fp32 on the CPU in inference mode, as serving runs; training and its evaluation keep what they are held to."""
     return (
-        not torch.is_grad_enabled()
+        torch.is_inference_mode_enabled()
         and x.device.type == "cpu"
         and x.dtype == weight.dtype == torch.float32
         and x.numel() > 0

@@ -111,10 +111,10 @@ def verify(
     folder = find_model_folder(folder)
     decoder = load_decoder(folder)
     scores = _Scores()
-    with torch.inference_mode(), batch_invariant() if in_batch_invariant_mode else nullcontext():
+    with torch.no_grad(), batch_invariant() if in_batch_invariant_mode else nullcontext():
         logits = _trainer_logits(decoder, documents)
         _score_prompts(decoder, folder, documents, logits, scores, in_batch_invariant_mode=in_batch_invariant_mode)
-    with torch.inference_mode():
+    with torch.no_grad():
         max_logit, argmax_agreement = _compare_with_transformers(folder, documents, logits)
     return Agreement(
         hf_max_abs_logit=max_logit,
