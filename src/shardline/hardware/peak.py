@@ -2,6 +2,7 @@
 
     measure_matmul_flops()                             # fp32 on the CPU with torch's threads, about 0.3 s
     measure_matmul_flops("bfloat16", device="cuda")
+    measure_copy_rate()                                # bytes/s read and written, about 0.2 s
 
 This measured peak is what model FLOPs utilisation is divided by; there is no table of nominal peaks to fall
 back on, so a device or dtype that can't run the product has no peak (None) and no utilisation.
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import time
 
-__all__ = ["measure_matmul_flops"]
+__all__ = ["measure_copy_rate", "measure_matmul_flops"]
 
 
 def measure_matmul_flops(
@@ -41,6 +42,27 @@ def measure_matmul_flops(
         _synchronize(device)
         best_s = min(best_s, time.perf_counter() - start)
     return 2.0 * size**3 / best_s
+
+
+def measure_copy_rate(device: str = "cpu", *, seconds: float = 0.2, size_bytes: int = 1 << 28) -> float | None:
+    """Returns the bytes/s that a large copy within the device's memory reads and writes; None if it can't run."""
+    import torch
+
+    try:
+        source = torch.ones(size_bytes // 4, dtype=torch.float32, device=device)
+        target = torch.empty_like(source)
+        target.copy_(source)
+        _synchronize(device)
+    except (RuntimeError, AssertionError):
+        return None
+    best_s = float("inf")
+    deadline = time.perf_counter() + seconds
+    while time.perf_counter() < deadline:
+        start = time.perf_counter()
+        target.copy_(source)
+        _synchronize(device)
+        best_s = min(best_s, time.perf_counter() - start)
+    return 2.0 * size_bytes / best_s
 
 
 def _synchronize(device: str) -> None:
