@@ -2,26 +2,27 @@
 
     machine = probe()                        # a few milliseconds; loads no torch
     machine = probe(with_torch=True)         # also asks torch for accelerators
+    machine = probe(with_devices=True)       # also asks nvidia-smi, and the packages what they require
 
 Affinity masks, control groups (a container's limits) and the host are all asked; the smallest one counts.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import importlib.metadata
 import os
 import platform
+import resource
 import shutil
-import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 
 from shardline.hardware.cgroup import CgroupLimits, read_limits
+from shardline.hardware.devices import accelerators, find_amd, find_apple, find_tpu, sysctl, torch_build
+from shardline.hardware.machine import Accelerator, Limits, Machine
+from shardline.hardware.nvidia import probe_nvidia
+from shardline.hardware.packages import OWN, PACKAGES, cuda_wheels, installed, unmet_requirements
 
 __all__ = ["Accelerator", "Machine", "probe"]
 
@@ -52,60 +53,35 @@ _MACOS_ISA = {
     "i8mm": "hw.optional.arm.FEAT_I8MM",
     "bf16": "hw.optional.arm.FEAT_BF16",
 }
-_PACKAGES = ("torch", "transformers", "numpy", "safetensors")
+# Variables that change which device is used and how; others are nobody's business.
+_ENVIRONMENT = (
+    "CUDA_VISIBLE_DEVICES",
+    "HIP_VISIBLE_DEVICES",
+    "ROCR_VISIBLE_DEVICES",
+    "HSA_OVERRIDE_GFX_VERSION",
+    "PYTORCH_MPS_HIGH_WATERMARK_RATIO",
+    "PYTORCH_ENABLE_MPS_FALLBACK",
+    "PYTORCH_NVML_BASED_CUDA_CHECK",
+    "CUDA_LAUNCH_BLOCKING",
+    "NCCL_P2P_DISABLE",
+    "NCCL_IB_DISABLE",
+    "NVIDIA_TF32_OVERRIDE",
+    "OMP_NUM_THREADS",
+)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Accelerator:
-    """One device that torch can use."""
-
-    kind: str  # "cuda" (NVIDIA), "rocm" (AMD) or "mps" (Apple)
-    name: str
-    memory_bytes: int
-    capability: str | None = None  # "9.0" for NVIDIA, "gfx942" for AMD
-
-
-@dataclass(frozen=True, kw_only=True)
-class Machine:
-    """Facts only; what they mean is `hardware.checks`' business."""
-
-    os: str
-    cpu_name: str
-    num_physical_cores: int
-    num_logical_cores: int
-    num_cores: int  # that this process may use: affinity and quota counted, at least 1
-    cores_limit: str  # what sets num_cores: "host", "affinity" or "cgroup quota"
-    isa: tuple[str, ...]
-    memory_bytes: int
-    memory_limit: str  # what sets memory_bytes: "host" or "cgroup"
-    memory_available_bytes: int
-    disk_path: str
-    disk_free_bytes: int
-    shm_free_bytes: int | None  # None where there is no /dev/shm
-    accelerators: tuple[Accelerator, ...]
-    no_accelerator: str  # why there is none; empty when there is one
-    python_version: str
-    packages: dict[str, str | None]  # name -> version; None when not installed
-
-    @property
-    def torch_version(self) -> str | None:
-        return self.packages.get("torch")
-
-    def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
-
-def probe(*, folder: str | Path = ".", with_torch: bool = False) -> Machine:
+def probe(*, folder: str | Path = ".", with_torch: bool = False, with_devices: bool = False) -> Machine:
     """Returns this machine's facts; `folder` is where a run would be written (its disk is measured)."""
     limits = read_limits()
     num_cores, cores_limit = usable_cores(_affinity(), psutil.cpu_count() or 1, limits)
     memory = psutil.virtual_memory()
     memory_bytes, memory_available_bytes, memory_limit = usable_memory(memory.total, memory.available, limits)
     disk_path = _existing(Path(folder))
-    accelerators, no_accelerator = _accelerators() if with_torch else ((), "not asked")
+    cpu_name = _cpu_name()
+    devices = accelerators(cpu_name) if with_torch else ()
     return Machine(
         os=f"{platform.system()} {platform.release()} {platform.machine()}",
-        cpu_name=_cpu_name(),
+        cpu_name=cpu_name,
         num_physical_cores=psutil.cpu_count(logical=False) or psutil.cpu_count() or 1,
         num_logical_cores=psutil.cpu_count() or 1,
         num_cores=num_cores,
@@ -117,10 +93,21 @@ def probe(*, folder: str | Path = ".", with_torch: bool = False) -> Machine:
         disk_path=str(disk_path),
         disk_free_bytes=shutil.disk_usage(disk_path).free,
         shm_free_bytes=shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else None,
-        accelerators=accelerators,
-        no_accelerator=no_accelerator,
+        accelerators=devices,
+        no_accelerator="" if devices else "torch finds none" if with_torch else "not asked",
         python_version=platform.python_version(),
-        packages={name: _version(name) for name in _PACKAGES},
+        packages={name: found for name, found in installed(PACKAGES).items() if found or name in OWN},
+        host_memory_bytes=memory.total,
+        limits=_ulimits(),
+        infiniband=any(Path("/sys/class/infiniband").glob("*")),
+        nvidia=probe_nvidia() if with_devices else None,
+        amd=find_amd(),
+        tpu=find_tpu(),
+        apple=find_apple(),
+        torch=torch_build() if with_torch else None,
+        cuda_wheels=cuda_wheels() if with_devices else {},
+        unmet_requirements=unmet_requirements(PACKAGES) if with_devices else (),
+        environment={name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
     )
 
 
@@ -155,22 +142,27 @@ def _existing(path: Path) -> Path:
     return path
 
 
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+def _ulimits() -> Limits:
+    def soft(which: int) -> int | None:
+        value, _ = resource.getrlimit(which)
+        return None if value == resource.RLIM_INFINITY else value
+
+    return Limits(
+        locked_memory_bytes=soft(resource.RLIMIT_MEMLOCK),
+        open_files=soft(resource.RLIMIT_NOFILE),
+        processes=soft(resource.RLIMIT_NPROC),
+    )
 
 
 def _cpu_name() -> str:
     if sys.platform == "darwin":
-        return _sysctl("machdep.cpu.brand_string") or platform.machine()
+        return sysctl("machdep.cpu.brand_string") or platform.machine()
     return _cpuinfo("model name", "Model", "Hardware") or platform.processor() or platform.machine()
 
 
 def _isa() -> tuple[str, ...]:
     if sys.platform == "darwin":
-        return tuple(name for name, key in _MACOS_ISA.items() if _sysctl(key) == "1")
+        return tuple(name for name, key in _MACOS_ISA.items() if sysctl(key) == "1")
     flags = set((_cpuinfo("flags", "Features") or "").split())
     return tuple(name for name, spellings in _ISA.items() if flags & spellings)
 
@@ -185,53 +177,3 @@ def _cpuinfo(*keys: str) -> str | None:
         key, _, value = line.partition(":")
         values.setdefault(key.strip(), value.strip())
     return next((values[key] for key in keys if key in values), None)
-
-
-def _sysctl(key: str) -> str | None:
-    try:
-        done = subprocess.run(["sysctl", "-n", key], capture_output=True, text=True, timeout=5, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() or None
-
-
-def _accelerators() -> tuple[tuple[Accelerator, ...], str]:
-    import torch
-
-    found: list[Accelerator] = []
-    if torch.cuda.is_available():
-        for index in range(torch.cuda.device_count()):
-            props = torch.cuda.get_device_properties(index)
-            rocm = torch.version.hip is not None
-            capability = props.gcnArchName if rocm else f"{props.major}.{props.minor}"
-            found.append(
-                Accelerator(
-                    kind="rocm" if rocm else "cuda",
-                    name=props.name,
-                    memory_bytes=props.total_memory,
-                    capability=capability,
-                )
-            )
-    elif torch.backends.mps.is_available():
-        memory_bytes = torch.mps.recommended_max_memory()
-        found.append(Accelerator(kind="mps", name=_cpu_name(), memory_bytes=memory_bytes))
-    return tuple(found), "" if found else _why_no_accelerator(torch)
-
-
-def _why_no_accelerator(torch: Any) -> str:
-    driver = Path("/proc/driver/nvidia/version").exists()
-    nodes = Path("/dev/nvidia0").exists()
-    amd = Path("/dev/kfd").exists()
-    if torch.version.cuda is None and torch.version.hip is None:
-        if driver or nodes:
-            return f"an NVIDIA device is here, but torch {torch.__version__} is a CPU build"
-        if amd:
-            return f"an AMD device is here, but torch {torch.__version__} is a CPU build"
-        return "no NVIDIA, AMD or Apple device found"
-    if torch.version.cuda is not None and not driver:
-        return f"torch is built for CUDA {torch.version.cuda}, but no NVIDIA driver is loaded"
-    if torch.version.cuda is not None and not nodes:
-        return "an NVIDIA driver is loaded, but this container has no /dev/nvidia0"
-    if torch.version.cuda is not None:
-        return f"torch is built for CUDA {torch.version.cuda}, but the driver is too old for it or refuses"
-    return f"torch is built for ROCm {torch.version.hip}, but it finds no AMD device (/dev/kfd exists: {amd})"
