@@ -28,7 +28,7 @@ __all__ = ["Device", "device", "device_names", "parse_devices", "this_device"]
 GIB = 1 << 30
 _KEYS = {
     "names", "source", "kind", "capability", "memory_gib", "units", "nominal", "measured", "measured_source",
-    "bandwidth", "link", "node",
+    "sustained", "attention", "bandwidth", "link", "node",
 }  # fmt: skip
 _DTYPES = {"fp32", "tf32", "fp16", "bf16", "fp8", "fp4"}
 # FLOP/s of one core in an fp32 product, by the widest instructions: measured on servers, as in planning.timing.
@@ -41,6 +41,8 @@ class Device:
 
     nominal_flops   dtype -> FLOP/s of the data sheet, dense
     matmul_flops    dtype -> FLOP/s of the best product that was timed, or estimated: `measured_source` says which
+    sustained       share of that rate left when products follow each other for hours (power, heat)
+    attention       fused attention's share of the products' rate, in parts of its share on an A100
     units           what a kernel's tiles are dealt to
     link_within     bytes/s to another device of the node
     link_between    bytes/s to a device of another node, this device's share of the node's network
@@ -55,6 +57,8 @@ class Device:
     units: int
     nominal_flops: Mapping[str, float] = field(compare=False)
     matmul_flops: Mapping[str, float] = field(compare=False)
+    sustained: float
+    attention: float
     measured_source: str = field(compare=False)
     source: str = field(compare=False)
     bandwidth: float
@@ -161,6 +165,8 @@ def _cpu(machine: Machine, processes: int) -> Device:
         units=max(1, machine.num_cores // processes),
         nominal_flops={},
         matmul_flops={"fp32": flops, **({"bf16": 2 * flops} if has_bf16 else {})},
+        sustained=1.0,
+        attention=1.0,
         measured_source=f"not timed: {_CORE_FLOPS[isa] / 1e9:.0f} GFLOP/s a core ({isa or 'no vector instructions'})",
         source="probed",
         bandwidth=share,
@@ -231,6 +237,8 @@ def _device(name: str, facts: dict[str, Any], sources: dict[str, str]) -> Device
         units=facts["units"],
         nominal_flops={dtype: tera * 1e12 for dtype, tera in facts["nominal"].items()},
         matmul_flops={dtype: tera * 1e12 for dtype, tera in facts["measured"].items()},
+        sustained=facts["sustained"],
+        attention=facts["attention"],
         measured_source=sources[facts["measured_source"]],
         source=sources[facts["source"]],
         bandwidth=facts["bandwidth"] * 1e9,

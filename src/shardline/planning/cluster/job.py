@@ -112,8 +112,10 @@ class Job:
     compiled: bool = False
     adapter: Adapter = ""
     adapter_parameters: float | None = None
+    adapter_products: Literal["qv", "all"] = "qv"
     fused_backward: bool = False  # each gradient is applied as soon as it is there
     num_nodes: int | None = None
+    link_within: float | None = None  # bytes/s to another device of the node, where it isn't the catalogue's
     link_between: float | None = None  # bytes/s of one device to another node, where it isn't the catalogue's
 
     def __post_init__(self) -> None:
@@ -164,6 +166,11 @@ class Job:
         return self.global_batch * self.sequence_length
 
     @property
+    def within(self) -> float:
+        """Bytes/s of one device to another of its node."""
+        return self.link_within or self.device.link_within
+
+    @property
     def between(self) -> float:
         """Bytes/s of one device to another node."""
         return self.link_between or self.device.link_between
@@ -196,8 +203,13 @@ class Memory:
         return sum(self.parts.values())
 
     @property
+    def needed_bytes(self) -> float:
+        """Without half of what the allocator holds unused: it gives that back before it gives up."""
+        return self.expected_bytes - 0.5 * self.parts.get("fragmentation", 0.0)
+
+    @property
     def fits(self) -> bool:
-        return self.expected_bytes <= self.capacity_bytes and self.host_bytes <= self.host_capacity_bytes
+        return self.needed_bytes <= self.capacity_bytes and self.host_bytes <= self.host_capacity_bytes
 
     @property
     def verdict(self) -> str:

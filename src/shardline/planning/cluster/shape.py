@@ -58,6 +58,7 @@ class ModelShape:
     gated: bool = False
     tied: bool = False
     biases: bool = False
+    rms_norm: bool = False
     learned_positions: int = 0
     num_experts: int = 0
     experts_per_token: int = 0
@@ -100,6 +101,7 @@ class ModelShape:
             gated=config.gated,
             tied=config.tie_word_embeddings,
             biases=config.mlp_bias,
+            rms_norm=config.norm == "rms",
             learned_positions=config.max_position_embeddings if config.position == "learned" else 0,
             num_experts=config.num_experts,
             experts_per_token=config.experts_per_token,
@@ -151,6 +153,7 @@ class ModelShape:
             "ffn_size": math.ceil(hidden * 8 / 3 / 256) * 256 if gated else 4 * hidden,
             "vocab_size": 51200,
             "biases": not gated,
+            "rms_norm": gated,
         }
         known = {field.name for field in fields(cls)}
         assert set(given) <= known, sorted(set(given) - known)
