@@ -44,8 +44,8 @@ class Serving:
     kv_bytes_per_token  on one device, of a token that every layer keeps
     max_requests        of prompt_tokens + output_tokens that fit in the cache at once
     tokens_per_s        output of one replica: at the request rate it is given, or the most it can do
-    ttft_s, tpot_s      mean time to the first token and for each further one, at `request_rate`; None without one, or where
-                        no number of replicas meets the limits
+    ttft_s, tpot_s      mean time to the first token and for each further one, at `request_rate`; None without one,
+                        or where no number of replicas meets the limits
     """
 
     parts: dict[str, float]  # bytes on one device: weights, activations, runtime, cache

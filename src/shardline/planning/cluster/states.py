@@ -72,8 +72,9 @@ def state_bytes(job: Job, kind: Engine, *, layers: float, ends: float, num_layer
         elif zero == 3:
             per_layer = layers / max(1, num_layers) * size
             gathered = kind.prefetch * per_layer + min(ends, job.shape.embedding_parameters / layout.tensor) * 2
-            if kind.live_elements:
-                gathered = max(gathered, min(kind.live_elements, elements) * size)
+            if kind.live_elements:  # DeepSpeed gathers product by product, as many as may be alive
+                product = job.shape.hidden_size * job.shape.ffn_size / layout.tensor
+                gathered = max(product, min(kind.live_elements, elements)) * size
             if layout.pipeline > 1 and kind.kept_weights:
                 gathered = elements * kind.kept_weights
                 gradients += elements * kind.kept_gradients if job.num_micro_batches > 1 else 0.0
@@ -84,7 +85,9 @@ def state_bytes(job: Job, kind: Engine, *, layers: float, ends: float, num_layer
             host, gradients = host + gradients, gradients if zero < 2 else 0.0
     if "parameters" in job.offload:
         host, weights, base = host + weights + base, 0.0, 0.0
-        gathered = max(gathered, kind.prefetch_offloaded * layers / max(1, num_layers) * (base_size or 2.0) + ends * 2)
+        if not kind.live_elements:
+            ahead = kind.prefetch_offloaded * layers / max(1, num_layers) * (base_size or 2.0)
+            gathered = max(gathered, ahead + ends * 2)
     return StateBytes(weights=weights + base, gradients=gradients, optimizer=optimizer, gathered=gathered, host=host)
 
 

@@ -103,9 +103,9 @@ def predict_row(row: dict[str, str]) -> Prediction:
         return Prediction(skipped=shape)
     if _is_inference(row):
         return _predict_serving(row, shape, found, source)
-    jobs = list(_jobs(row, shape, found, source))
-    if not jobs:
-        return Prediction(skipped="no layout follows from the row")
+    jobs = [
+        job for split in _splits(row, shape, source, found) for job in _jobs({**row, **split}, shape, found, source)
+    ]
     job = _choose(jobs)
     memory = estimate_memory(job, measure=source.get("measure", "device"))
     in_use = estimate_memory(job)
@@ -135,6 +135,26 @@ def _assumed(row: dict[str, str]) -> Iterator[str]:
     for name in ("seq", "micro_batch", "recompute", "zero_stage", "precision", "tp", "layers"):
         if not row.get(name):
             yield name
+
+
+def _splits(row: dict[str, str], shape: ModelShape, source: dict[str, Any], found: Device) -> Iterable[dict[str, str]]:
+    """Yields what a row leaves out of its layout: nothing, or the tensor and pipeline sizes that its authors may have
+    chosen."""
+    count = _int(row.get("n_gpus")) or 1
+    kind = source["engine"]
+    if row.get("tp") or row.get("pp") or count == 1 or not (kind.startswith("megatron") or kind == "jax"):
+        yield {}
+        return
+    tensors = [size for size in (1, 2, 4, 8, 16) if shape.num_heads % size == 0]
+    stages = [1] if kind == "jax" else [size for size in range(1, 65) if shape.num_layers % size == 0]
+    for tensor in tensors:
+        if tensor > found.devices_per_node:
+            continue
+        for pipeline in stages:
+            data = count // (tensor * pipeline)
+            batch = _int(row.get("global_batch"))
+            if data * tensor * pipeline == count and (not batch or batch % data == 0):
+                yield {"tp": str(tensor), "pp": str(pipeline), "dp": str(data)}
 
 
 def _jobs(row: dict[str, str], shape: ModelShape, found: Device, source: dict[str, Any]) -> Iterable[Job]:
@@ -176,7 +196,7 @@ def _jobs(row: dict[str, str], shape: ModelShape, found: Device, source: dict[st
         layout=layout,
         precision=precision,
         engine=kind,
-        optimizer="adamw_8bit" if "8-bit AdamW" in notes else "adamw",
+        optimizer="adamw_8bit" if re.search("8-bit AdamW|low-memory recipe", notes) else "adamw",
         offload=_offload(row.get("offload", "")),
         loss="chunked" if flags >= 3 or (kind == "torchtune" and not flags) else "whole",
         flash=bool(source.get("flash", True)),
@@ -184,7 +204,7 @@ def _jobs(row: dict[str, str], shape: ModelShape, found: Device, source: dict[st
         adapter=adapter,
         adapter_parameters=_adapter(shape, source) if adapter else None,
         adapter_products=source.get("adapter", (8, "qv"))[1],
-        fused_backward=flags >= 5,
+        fused_backward=flags >= 5 or "low-memory recipe" in notes,
         link_within=3e9 if "slow PCIe" in row.get("hardware", "") else None,  # a riser of four lanes, generation 3
         link_between=_between(row.get("hardware", ""), source, found),
     )
@@ -218,7 +238,7 @@ def _zero(row: dict[str, str], source: dict[str, Any], ranks: int, found: Device
 def _recompute(row: dict[str, str], source: dict[str, Any]) -> list[Any]:
     text = row.get("recompute", "")
     if not text:
-        return ["none", "full"] if source["engine"] == "torchtune" else ["none", "selective", "full"]
+        return ["none", "full"] if source["engine"] == "torchtune" else ["none", "selective", "half", "full"]
     if "layer" in text:
         return ["half"]
     if text == "selective" and source["match"] == "IBM":
@@ -310,7 +330,8 @@ def _shape(row: dict[str, str], source: dict[str, Any]) -> ModelShape | str:
         "ffn_size": ffn or None,
         "vocab_size": _int(row.get("vocab")) or None,
         "gated": gated,
-        "tied": not gated or bool(re.search(r"llama-3\.2|smollm", model, re.IGNORECASE)),
+        "tied": bool(re.match(r"(GPT|MPT|OPT|BLOOM|Falcon|gemma)", model, re.IGNORECASE))
+        or bool(re.search(r"llama-3\.2|smollm", model, re.IGNORECASE)),
         "biases": not gated and "mpt" not in model.lower(),
         "learned_positions": _int(row.get("seq")) if re.match(r"(GPT|MPT)", model) else 0,
         **experts,

@@ -1,0 +1,110 @@
+"""Predictions of published runs meet the targets, and rows are read as they are meant."""
+
+from __future__ import annotations
+
+import csv
+import timeit
+
+import pytest
+
+from planning.cluster.published import PATH, of_source, predictions, rows
+from shardline.config import UsageError
+from shardline.planning.cluster.memory import estimate_memory
+from shardline.planning.cluster.scoring import kendall_tau, predict_file, score
+from shardline.planning.cluster.time import estimate_time
+from shardline.planning.cluster.truth import known_settings, predict_row
+
+
+def test_memory_targets() -> None:
+    known = score(rows(), predictions())["memory"]["known"]
+    assert known["count"] >= 60
+    assert known["within_10"] >= 0.75
+    assert known["within_20"] >= 0.95
+
+
+def test_verdict_targets() -> None:
+    summary = score(rows(), predictions())
+    assert summary["num_out_of_memory"] == 12
+    assert summary["wrongly_fits"] == []
+    assert len(summary["wrongly_out_of_memory"]) <= 0.1 * summary["num_fitting"]
+
+
+def test_throughput_targets() -> None:
+    tokens = score(rows(), predictions())["tokens_per_s"]
+    assert tokens["known"]["count"] >= 100
+    assert tokens["known"]["within_20"] >= 0.75
+    assert tokens["all"]["within_20"] >= 0.75
+
+
+def test_rank_order_of_the_bloom_sweep() -> None:
+    sweep = score(rows(), predictions())["bloom_tau"]
+    assert (sweep["layouts"], sweep["timed_layouts"]) == (15, 12)
+    assert sweep["tau"] >= 0.6
+    every = [
+        (float(row["measured_tokens_per_s_per_gpu"]), prediction.tokens_per_s_per_device or 0.0)
+        for row, prediction in of_source("BigScience BLOOM")
+        if row["measured_tokens_per_s_per_gpu"]
+    ]
+    assert (kendall_tau(every) or 0) >= 0.6
+
+
+def test_kendall_tau() -> None:
+    assert kendall_tau([(1, 10), (2, 20), (3, 30)]) == 1
+    assert kendall_tau([(1, 30), (2, 20), (3, 10)]) == -1
+    assert kendall_tau([(1, 10), (2, 30), (3, 20)]) == pytest.approx(1 / 3)
+    assert kendall_tau([(1, 10)]) is None
+
+
+def test_skipped_rows_say_why_and_are_few() -> None:
+    skipped = [prediction.skipped for prediction in predictions() if prediction.skipped]
+    assert all(len(why) > 20 for why in skipped)
+    assert len(skipped) <= 8
+
+
+def test_the_file_mode_numbers_rows_in_order() -> None:
+    result = predict_file(str(PATH))
+    assert [row["row"] for row in result["rows"]] == list(range(208))
+    assert set(result["rows"][0]) >= {"row", "memory_gib", "tokens_per_s_per_device", "fits", "skipped"}
+    assert result["summary"]["num_rows"] == 208
+
+
+def test_a_file_without_needed_columns_is_refused(tmp_path) -> None:
+    path = tmp_path / "rows.csv"
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows([["model", "n_gpus"], ["x", "1"]])
+    with pytest.raises(UsageError, match="no column 'hardware'"):
+        predict_file(str(path))
+    with pytest.raises(UsageError, match="can't be read"):
+        predict_file(str(tmp_path / "absent.csv"))
+
+
+def test_a_row_of_an_unknown_publisher_is_predicted_too() -> None:
+    row = {
+        "hardware": "8x A100 80GB", "model": "Llama-3-8B", "n_gpus": "8", "layers": "32", "hidden": "4096",
+        "heads": "32", "kv_heads": "8", "ffn": "14336", "vocab": "128256", "seq": "4096", "micro_batch": "1",
+        "global_batch": "64",
+        "precision": "bf16 mixed", "tp": "1", "pp": "1", "dp": "8", "zero_stage": "3", "recompute": "full",
+    }  # fmt: skip
+    prediction = predict_row(row)
+    assert prediction.job is not None
+    assert prediction.job.engine == "fsdp2"
+    assert prediction.fits
+    assert 20 < (prediction.memory_gib or 0) < 45
+    assert 1500 < (prediction.tokens_per_s_per_device or 0) < 4500
+    slower = predict_row({**row, "hardware": "8x V100 32GB"})
+    assert (slower.tokens_per_s_per_device or 0) < 0.6 * (prediction.tokens_per_s_per_device or 0)
+
+
+def test_known_settings_need_recomputation_zero_and_dtype() -> None:
+    row = {"recompute": "full", "zero_stage": "1", "precision": "bf16", "n_gpus": "8", "dp": "8"}
+    assert known_settings(row)
+    for name in ("recompute", "zero_stage", "precision"):
+        assert not known_settings({**row, name: ""})
+    assert known_settings({**row, "zero_stage": "", "n_gpus": "1", "dp": "1"})
+
+
+def test_an_estimate_takes_microseconds() -> None:
+    job = next(prediction.job for _, prediction in of_source("BigScience BLOOM") if prediction.job)
+    runs = 200
+    seconds = min(timeit.repeat(lambda: (estimate_memory(job), estimate_time(job)), number=runs, repeat=3)) / runs
+    assert seconds < 1e-3  # 100 microseconds on an idle machine
