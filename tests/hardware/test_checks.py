@@ -1,100 +1,195 @@
-"""What the doctor says of machines with one known fault each, and its six lines."""
+"""What the doctor says of recorded machines: healthy ones, and those with known faults; and of this one."""
 
 from __future__ import annotations
 
+import datetime
 import json
+import string
 
 import pytest
 
-from hardware.machines import GIB, machine
+from hardware.machines import machine as plain_machine
+from hardware.recorded import NAMES, description, machine, values
 from shardline.cli.main import main
-from shardline.hardware.checks import checks_text, examine, to_json
-from shardline.hardware.probe import Accelerator
+from shardline.hardware.checks import checks_text, examine, to_json, verdict_of
+from shardline.hardware.conditions import holds, names_in, version_key
+from shardline.hardware.facts import framework_facts, gpu_facts, machine_facts
+from shardline.hardware.health import find_health
+from shardline.hardware.lines import LINES
+from shardline.hardware.rules import rules
 
-NAMES = ["cores", "memory", "disk", "instructions", "accelerator", "packages"]
-OLD = {"torch": "2.4.1", "transformers": "5.24.0", "numpy": "2.4.6", "safetensors": "0.8.0"}
-GONE = {**OLD, "torch": "2.13.0", "safetensors": None}
-
-FAULTS = {
-    "one core": ({"num_cores": 1, "cores_limit": "cgroup quota"}, "cores", "warn", "cgroup quota"),
-    "narrow affinity": ({"num_cores": 4, "cores_limit": "affinity"}, "cores", "warn", "4 of the machine's cores"),
-    "little memory": ({"memory_available_bytes": GIB // 2, "memory_limit": "cgroup"}, "memory", "fail", "1 GiB"),
-    "tight memory": ({"memory_available_bytes": 3 * GIB}, "memory", "warn", "4 GiB"),
-    "small shm": ({"shm_free_bytes": 64 << 20}, "memory", "warn", "/dev/shm"),
-    "full disk": ({"disk_free_bytes": GIB // 2}, "disk", "fail", "checkpoints"),
-    "tight disk": ({"disk_free_bytes": 5 * GIB}, "disk", "warn", "checkpoints"),
-    "old CPU": ({"isa": ("sse4_2",)}, "instructions", "warn", "AVX2"),
-    "unused NVIDIA": (
-        {"no_accelerator": "an NVIDIA device is here, but torch 2.13.0+cpu is a CPU build"},
-        "accelerator",
-        "warn",
-        "unused",
-    ),
-    "no driver": (
-        {"no_accelerator": "torch is built for CUDA 13.0, but no NVIDIA driver is loaded"},
-        "accelerator",
-        "warn",
-        "expects a device",
-    ),
-    "old torch": ({"packages": OLD}, "packages", "fail", "torch 2.4.1 is older than 2.13"),
-    "no safetensors": ({"packages": GONE}, "packages", "fail", "safetensors is not installed"),
-}
+FAULTY = [name for name in NAMES if not name.startswith("healthy-")]
+HEALTHY = [name for name in NAMES if name.startswith("healthy-")]
 
 
-def test_a_healthy_machine_is_ok_in_six_lines() -> None:
-    checks = examine(machine(), matmul_flops=200e9)
-    assert [check.name for check in checks] == NAMES
+def checks_of(name: str):
+    found = machine(name)
+    packages = [package for package, version in found.packages.items() if version]
+    return examine(found, health=find_health(packages, find=lambda: None))
+
+
+def test_there_are_enough_machines():
+    assert len(FAULTY) >= 15
+    assert {description(name)["about"] for name in NAMES}
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_a_healthy_machine_of_each_kind_is_ok(name):
+    checks = checks_of(name)
     assert {check.verdict for check in checks} == {"ok"}
+    assert all(check.facts for check in checks)
+    assert {"cores", "memory", "disk", "packages", "frameworks", "health"} <= {check.name for check in checks}
+
+
+@pytest.mark.parametrize("name", FAULTY)
+def test_each_fault_is_found_explained_and_given_its_fix_and_no_other(name):
+    found = [check for check in checks_of(name) if check.verdict != "ok"]
+    expected = description(name)["expect"]
+    assert {check.rule for check in found} == {each["rule"] for each in expected}
+    for each in expected:
+        said = [check for check in found if check.rule == each["rule"]]
+        assert {check.verdict for check in said} == {each["verdict"]}
+        assert any(each["reason"] in check.reason for check in said), [check.reason for check in said]
+        assert any(each["fix"] in check.fix for check in said), [check.fix for check in said]
+        assert all(check.source and "None" not in check.fix + check.reason for check in said)
+    worst = "fail" if any(each["verdict"] == "fail" for each in expected) else "warn"
+    assert verdict_of(found) == worst
+
+
+def test_every_rule_is_exercised_by_a_machine():
+    exercised = {each["rule"] for name in FAULTY for each in description(name)["expect"]}
+    assert exercised == {rule.id for rule in rules()}
+
+
+def test_rules_are_well_formed():
+    found = machine("healthy-h100")
+    facts = machine_facts(found)
+    own = {
+        None: {},
+        "gpu": {**gpu_facts(found, facts)[0], "gpus": ""},
+        "framework": framework_facts(found)[0],
+        "package": find_health(["torch"], find=lambda: None)[0].facts(),
+    }
+    lines = {name for name, _ in LINES} | {"health"}
+    assert len({rule.id for rule in rules()}) == len(rules())
+    for rule in rules():
+        known = facts.keys() | own[rule.each].keys()
+        assert names_in(rule.when) <= known, rule.id
+        for template in (rule.sentence, rule.fix):
+            assert {field for _, field, _, _ in string.Formatter().parse(template) if field} <= known, rule.id
+        assert rule.line in lines, rule.id
+        assert rule.source, rule.id
+        assert rule.date <= datetime.date.today()
+
+
+def test_what_is_not_known_accuses_nobody():
+    facts = {"known": 3, "version": "12.8", "unknown": None}
+    assert holds({"known": {"below": 4, "at_least": 3}}, facts)
+    assert not holds({"known": {"below": 3}}, facts)
+    assert not holds({"unknown": {"below": 4}}, facts)
+    assert not holds({"unknown": {"is_not": 4}}, facts)
+    assert not holds({"known": {"below": "$unknown"}}, facts)
+    assert holds({"unknown": {"known": False}, "known": {"known": True}}, facts)
+    assert holds({"version": {"older_than": "12.10", "at_least_version": "12.8"}}, facts)
+    assert version_key("580.65.06") > version_key("580.65")
+    with pytest.raises(ValueError, match="there is no test 'smaller'"):
+        names_in({"known": {"smaller": 3}})
+
+
+def test_lines_are_single_ones_and_wrap_under_themselves():
+    checks = examine(machine("v100-torch-2.15"))
     lines = checks_text(checks).plain.split("\n")
-    assert len(lines) == 6
-    assert all(line.startswith("ok") for line in lines)
-    assert "200 GFLOP/s" in lines[3]
-    assert not any(check.reason or check.fix for check in checks)
+    assert len(lines) == len(checks)
+    assert all(line.split()[0] in ("ok", "warn", "fail") for line in lines)
+    for width in (80, 120):
+        wrapped = checks_text(checks, width=width).plain.split("\n")
+        longest_word = max(len(word) for check in checks for word in f"{check.reason} {check.fix}".split())
+        assert max(map(len, wrapped)) <= max(width, longest_word + 24)
+        assert all(line.startswith(("ok", "warn", "fail", "  ")) for line in wrapped)
+    assert "-> " in "".join(checks_text(checks, width=80).plain)
 
 
-@pytest.mark.parametrize("fault", sorted(FAULTS))
-def test_each_fault_is_found_explained_and_given_a_fix(fault: str) -> None:
-    changes, name, verdict, words = FAULTS[fault]
-    checks = {check.name: check for check in examine(machine(**changes), matmul_flops=200e9)}
-    assert checks[name].verdict == verdict
-    assert words in checks[name].reason
-    assert checks[name].fix.endswith(".")
-    assert {other.verdict for key, other in checks.items() if key != name} == {"ok"}
-
-
-def test_a_matmul_that_does_not_run_fails() -> None:
-    check = examine(machine(), matmul_flops=None)[3]
-    assert check.verdict == "fail"
-
-
-def test_a_cpu_limit_is_named() -> None:
-    limited = machine(num_cores=12, cores_limit="cgroup quota", memory_limit="cgroup")
-    cores, memory, *_ = examine(limited, matmul_flops=200e9)
+def test_a_cpu_limit_is_named():
+    limited = plain_machine(num_cores=12, cores_limit="cgroup quota", memory_limit="cgroup")
+    cores, memory, *_ = examine(limited)
     assert "12 usable of 16 logical" in cores.facts
     assert "set by cgroup quota" in cores.facts
     assert "set by the cgroup" in memory.facts
 
 
-def test_arm_and_accelerators() -> None:
-    gpu = Accelerator(kind="cuda", name="Example GPU", memory_bytes=80 * GIB, capability="9.0")
-    found = machine(isa=("neon",), shm_free_bytes=None, accelerators=(gpu, gpu), no_accelerator="")
-    checks = {check.name: check for check in examine(found, matmul_flops=50e9)}
-    assert {check.verdict for check in checks.values()} == {"ok"}
-    assert checks["accelerator"].facts == "2 x Example GPU (cuda, 80.0 GiB, capability 9.0)"
-    assert "/dev/shm" not in checks["memory"].facts
+def test_facts_of_a_gpu_node():
+    facts = {check.name: check.facts for check in examine(machine("healthy-h100"))}
+    assert facts["accelerator"] == "2 x NVIDIA H100 80GB HBM3 (cuda, 79.2 GiB, capability 9.0)"
+    assert facts["gpus"] == "2 x NVIDIA H100 80GB HBM3, 80 GiB, Hopper 9.0: bf16, fp8, FlashAttention 2/3/4"
+    assert facts["topology"] == "1 pairs by NV18"
+    assert "cuDNN 9.15.1, NCCL 2.28.9" in facts["torch"]
+    assert "vllm 0.33.0" in facts["frameworks"]
 
 
-def test_the_verb_prints_six_lines_and_json(capsys: pytest.CaptureFixture[str]) -> None:
-    code = main(["doctor"])
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[1] for line in lines] == NAMES
-    assert code == (1 if any(line.startswith("fail") for line in lines) else 0)
-    assert main(["doctor", "--json"]) == code
-    result = json.loads(capsys.readouterr().out)
-    assert [check["name"] for check in result["checks"]] == NAMES
+def test_the_verb_looks_at_this_machine(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("SHARDLINE_CACHE", str(tmp_path))
+    code = main(
+        ["doctor", "--offline", "--json", "--disk", str(tmp_path / "runs"), "--record", str(tmp_path / "m.yaml")]
+    )
+    captured = capsys.readouterr()
+    result = json.loads(captured.out)
+    names = [check["name"] for check in result["checks"]]
+    assert {"cores", "memory", "disk", "matmul", "accelerator", "torch", "packages", "health"} <= set(names)
+    assert code == (1 if result["verdict"] == "fail" else 0)
     assert result["matmul_gflops"] > 0.1
-    assert result["machine"]["num_cores"] >= 1
+    assert result["machine"]["disk_path"] == str(tmp_path)
+    dtypes = {each["dtype"]: each for each in result["machine"]["matmuls"] if each["device"] == "cpu"}
+    assert {"float32", "bfloat16", "float16", "float64", "int8"} <= dtypes.keys()
+    assert all((each["gflops"] or 0) > 0 or each["error"] for each in dtypes.values())
+    assert len(captured.err.splitlines()) == len(names)
+    assert main(["doctor", "--offline", "--json", "--machine", str(tmp_path / "m.yaml")]) == code
+    again = json.loads(capsys.readouterr().out)
+    assert again["machine"] == result["machine"]
+    assert again["checks"] == result["checks"]
 
 
-def test_checks_as_json() -> None:
-    assert set(to_json(examine(machine(), matmul_flops=1e9))[0]) == {"name", "verdict", "facts", "reason", "fix"}
+def test_the_verb_judges_a_recorded_machine(capsys, tmp_path):
+    path = tmp_path / "node.json"
+    path.write_text(json.dumps(values("h100-memory-errors")))
+    assert main(["doctor", "--offline", "--machine", str(path)]) == 1
+    output = capsys.readouterr().out
+    assert "fail  gpus" in output
+    assert "GPU 1 (NVIDIA H100 80GB HBM3) has had 3 uncorrected memory errors" in output
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--machine", "absent.yaml"], "Can't read the machine description absent.yaml"),
+        (["--machine", "typo.yaml"], "Unknown key 'num_core'; did you mean 'num_cores'?"),
+        (["--machine", "deep.yaml"], "Unknown key 'drivr' in nvidia; did you mean 'driver'?"),
+        (["--machine", "words.yaml"], "Expected `int`, got `str`"),
+        (["--machine", "broken.yaml"], "broken.yaml is neither YAML nor JSON"),
+        (["--machine", "half.yaml"], "missing required field"),
+        (["absent"], "there is no absent"),
+        (["--run", "absent"], "absent"),
+        (["--run", "a", "b"], "MODEL_FOLDER and --run are different questions"),
+        (["--run", "a", "--record", "b"], "--record writes this machine's facts"),
+        (["--record", "/dev/null/x"], "Can't write /dev/null/x"),
+    ],
+)
+def test_bad_input_is_a_sentence(words, text, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    facts = values("healthy-h100")
+    for name, change in {
+        "typo": {"num_core": 1},
+        "deep": {"nvidia": {"drivr": "1"}},
+        "words": {"num_cores": "two"},
+    }.items():
+        (tmp_path / f"{name}.yaml").write_text(json.dumps({**facts, **change}))
+    (tmp_path / "broken.yaml").write_text("{: [")
+    (tmp_path / "half.yaml").write_text("num_cores: 2")
+    assert main(["doctor", "--offline", *words]) == 2
+    error = capsys.readouterr().err
+    assert text.lower() in error.lower()
+    assert "Traceback" not in error
+
+
+def test_checks_as_json():
+    keys = {"name", "verdict", "facts", "reason", "fix", "rule", "source"}
+    assert set(to_json(examine(machine("healthy-cpu")))[0]) == keys

@@ -73,6 +73,8 @@ def torch_build() -> TorchBuild | None:
         except (RuntimeError, AssertionError) as failure:
             error = str(failure)
     cudnn = torch.backends.cudnn.version() if torch.version.cuda is not None else None
+    import torch.cuda.nccl
+
     nccl = torch.cuda.nccl.version() if is_gpu_build and hasattr(torch._C, "_nccl_version") else None
     return TorchBuild(
         version=torch.__version__,

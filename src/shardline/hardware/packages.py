@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.version import InvalidVersion
 
-__all__ = ["OWN", "PACKAGES", "cuda_wheels", "installed", "unmet_requirements"]
+__all__ = ["OWN", "PACKAGES", "cuda_wheels", "installed", "required_versions", "unmet_requirements"]
 
 # What Shardline itself stands on.
 OWN = ("torch", "transformers", "numpy", "safetensors")
@@ -90,6 +90,16 @@ def unmet_requirements(names: Iterable[str]) -> tuple[str, ...]:
                 continue
             found.append(f"{name} {version} needs {other}{requirement.specifier}, and {has} is installed")
     return tuple(found)
+
+
+def required_versions() -> dict[str, str]:
+    """Returns the smallest versions that Shardline's own metadata asks for, so that they stand in one place."""
+    try:
+        requirements = importlib.metadata.requires("shardline") or []
+    except importlib.metadata.PackageNotFoundError:  # run from a source tree that is not installed
+        return {}
+    found = (re.match(r"([\w-]+)>=([\d.]+)$", requirement) for requirement in requirements)
+    return {match[1]: match[2] for match in found if match}
 
 
 def _version(package: str) -> str | None:

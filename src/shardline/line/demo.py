@@ -31,7 +31,7 @@ from shardline.config import (
 )
 from shardline.config.cache import cache_dir
 from shardline.hardware.checks import checks_text, examine
-from shardline.hardware.peak import measure_matmul_flops
+from shardline.hardware.matmuls import measure_matmuls
 from shardline.hardware.probe import Machine, probe
 from shardline.line.smollm2 import ModelUnavailableError, fetch
 from shardline.line.verify import heldout_documents, verify
@@ -129,7 +129,8 @@ def _new_run(folder: Path) -> Path:
 def _doctor(console: Console, run: Path) -> Machine:
     console.rule("[bold]doctor[/]", align="left")
     machine = probe(folder=run, with_torch=True)
-    console.print(checks_text(examine(machine, matmul_flops=measure_matmul_flops())))
+    machine = dataclasses.replace(machine, matmuls=measure_matmuls())
+    console.print(checks_text(examine(machine)))
     return machine
 
 

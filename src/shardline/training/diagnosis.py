@@ -1,0 +1,348 @@
+"""What is wrong with a run, from its directory alone: which rank is slow, silent or broken, and how fast it goes.
+
+    found = examine_run("runs/today")
+    for rank in found.ranks: print(rank.rank, rank.state, rank.operation)
+    for check in found.checks: print(check.verdict, check.reason, check.fix)
+
+Reads what the ranks leave behind: RUN/logs/rank-K.heartbeat, rank-K.log, failure-ID.json and RUN/metrics.jsonl. A run
+that is going on is watched for two seconds, since one look can't tell the slow rank from one that happens to be behind.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from shardline.config import UsageError
+from shardline.hardware.checks import Check
+from shardline.parallel.failure import Failure, find_failures, read_failure
+from shardline.parallel.heartbeat import EVERY_S, Beat, read_beat
+from shardline.training.run_directory import read_metrics
+
+__all__ = ["RankState", "RunDiagnosis", "examine_run"]
+
+SILENT_S = 3 * EVERY_S
+_WATCH_S, _LOOK_S = 2.0, 0.25
+_OFTEN = 0.75  # of the looks in which the others wait: then it is no chance
+_DATA_SHARE, _SLOWDOWN = 0.2, 1.5
+_ERROR = re.compile(r"^\d{4}-\d\d-\d\d \S+ (ERROR|CRITICAL) (.*)")
+_STAMP = re.compile(r"^\d{4}-\d\d-\d\d \S+ [A-Z]+ ")
+_START = re.compile(r" rank \d+ of (\d+) starts")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankState:
+    """One rank of the run's last start.
+
+    state    finished, failed, gone (its process), stopped (by a signal), silent, waiting (for others), working, missing
+    behind   in how many of the looks the others waited and this rank was the last; `looks` of them
+    error    the last words of its log, where that ends in an error
+    """
+
+    rank: int
+    state: str
+    host: str = ""
+    pid: int = 0
+    step: int = 0
+    operation: str = ""
+    count: int = 0
+    since_s: float = 0.0
+    age_s: float = 0.0
+    where: str = ""
+    behind: int = 0
+    looks: int = 0
+    error: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunDiagnosis:
+    ranks: tuple[RankState, ...]
+    checks: tuple[Check, ...]
+    odd_ranks: tuple[int, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"odd_ranks": list(self.odd_ranks), "ranks": [asdict(rank) for rank in self.ranks]}
+
+
+def examine_run(path: str | Path, *, watch_s: float = _WATCH_S) -> RunDiagnosis:
+    """Returns what the run's files tell; `UsageError` where `path` holds no run that has begun."""
+    run = Path(path)
+    logs = run / "logs"
+    beats = _newest_start(logs)
+    sizes = [_size_and_error(log) for log in sorted(logs.glob("rank-*.log"))]
+    if not beats and not sizes:
+        raise UsageError(f"{run} holds no heartbeats and no logs ({logs}/rank-K.*); pass the directory of a run.")
+    size = max([*(size for size, _ in sizes), *(rank + 1 for rank in beats)], default=0)
+    behind, looks, beats = _watch(logs, beats, watch_s=watch_s)
+    now = time.time()
+    ranks = tuple(
+        _state(rank, beats.get(rank), logs / f"rank-{rank}.log", now=now, behind=behind.get(rank, 0), looks=looks)
+        for rank in range(size)
+    )
+    failure = _failure(logs, beats)
+    accused = list(_accusations(ranks, failure))
+    checks = (*_run_line(run, ranks, failure), *(accused or _no_odd_rank(ranks)), *_pace(run))
+    odd = tuple(dict.fromkeys(int(check.facts.removeprefix("rank ")) for check in accused))
+    return RunDiagnosis(ranks=ranks, checks=checks, odd_ranks=odd)
+
+
+def _newest_start(logs: Path) -> dict[int, Beat]:
+    """Returns the heartbeats of the run's last start: files of an earlier one may lie beside them."""
+    numbers = [int(match[1]) for path in logs.glob("rank-*.heartbeat") if (match := re.search(r"-(\d+)\.", path.name))]
+    read = {rank: beat for rank in numbers if (beat := read_beat(logs, rank)) is not None}
+    if not read:
+        return {}
+    newest = max(read.values(), key=lambda beat: beat.time).run
+    return {rank: beat for rank, beat in sorted(read.items()) if beat.run == newest}
+
+
+def _watch(logs: Path, beats: dict[int, Beat], *, watch_s: float) -> tuple[dict[int, int], int, dict[int, Beat]]:
+    """Returns in how many looks each rank was the last while the others waited, their number, and the last beats.
+
+    Only a run that goes on is watched.
+    """
+    behind: dict[int, int] = {}
+    looks = 0
+    deadline = time.monotonic() + watch_s
+    while len(beats) > 1 and time.monotonic() < deadline:
+        if any(_is_over(beat) or time.time() - beat.time > SILENT_S for beat in beats.values()):
+            break
+        if looks:
+            time.sleep(_LOOK_S)
+            beats = {rank: read_beat(logs, rank, run_id=beat.run) or beat for rank, beat in beats.items()}
+        looks += 1
+        last = [rank for rank, beat in beats.items() if not _waits(beat)]
+        if len(last) == 1:
+            behind[last[0]] = behind.get(last[0], 0) + 1
+    return behind, looks, beats
+
+
+def _state(rank: int, beat: Beat | None, log: Path, *, now: float, behind: int, looks: int) -> RankState:
+    _, error = _size_and_error(log)
+    if beat is None:
+        return RankState(rank=rank, state="failed" if error else "missing", error=error)
+    age_s = max(0.0, now - beat.time)
+    process = _process(beat) if not _is_over(beat) else ""
+    if beat.operation == "finished":
+        state = "finished"
+    elif beat.operation.startswith(("stopped:", "failed")) or error:
+        state = "failed"
+    elif process:
+        state = process
+    elif age_s > SILENT_S:
+        state = "silent"
+    else:
+        state = "waiting" if _waits(beat) else "working"
+    return RankState(
+        rank=rank,
+        state=state,
+        host=beat.host,
+        pid=beat.pid,
+        step=beat.step,
+        operation=beat.operation,
+        count=beat.count,
+        since_s=max(0.0, beat.time - beat.since),
+        age_s=age_s,
+        where=beat.where,
+        behind=behind,
+        looks=looks,
+        error=error,
+    )
+
+
+def _accusations(ranks: Sequence[RankState], failure: Failure | None) -> Iterator[Check]:
+    """Yields a check for each odd rank, with the plainest evidence that there is of it."""
+    if failure is not None:
+        words = failure.message.partition("\n")[0].rstrip(".")
+        fix = f"Read RUN/logs/rank-{failure.rank}.log, mend that, and continue with --resume."
+        yield _accuse(failure.rank, "fail", f"failed first: {words}", fix, rule="failed-first")
+        return
+    plain = {
+        "gone": (
+            "is gone, killed or out of memory",
+            "Look into dmesg for the OOM killer; then continue with --resume.",
+        ),
+        "stopped": ("is stopped by a signal or a debugger", "Run: kill -CONT {pid}"),
+    }
+    found = False
+    for rank in (rank for rank in ranks if rank.state in plain):
+        words, fix = plain[rank.state]
+        found = True
+        yield _accuse(rank.rank, "fail", f"{words} {_was(rank)}", fix.format(pid=rank.pid), rule=f"rank-{rank.state}")
+    if found:
+        return
+    for rank in (rank for rank in ranks if rank.error):
+        found = True
+        fix = f"Read RUN/logs/rank-{rank.rank}.log; --resume continues from the last checkpoint."
+        yield _accuse(rank.rank, "fail", f"ends its log with an error: {rank.error}", fix, rule="log-ends-in-error")
+    if found:
+        return
+    yield from _silent_or_slow(ranks)
+
+
+def _silent_or_slow(ranks: Sequence[RankState]) -> Iterator[Check]:
+    silent = [rank for rank in ranks if rank.state == "silent"]
+    going = [rank for rank in ranks if rank.state in ("waiting", "working")]
+    for rank in (rank for rank in ranks if rank.state == "missing" and (going or silent)):
+        fix = "See whether its machine has started, and what its launcher says there."
+        yield _accuse(rank.rank, "fail", "never wrote a heartbeat", fix, rule="rank-missing")
+    if silent:
+        # Where all are silent the run is over; the one that fell silent first, or came least far, is the odd one.
+        oldest = max(rank.age_s for rank in silent)
+        first = [rank for rank in silent if going or rank.age_s > oldest - EVERY_S]
+        fewest = min(rank.count for rank in first)
+        if not going:
+            first = [rank for rank in first if rank.count == fewest]
+        for rank in first:
+            fix = f"Look at the machine {rank.host} (is it up, is its disk full?), then continue with --resume."
+            reason = f"has been silent for {_time(rank.age_s)} {_was(rank)}"
+            yield _accuse(rank.rank, "fail", reason, fix, rule="rank-silent")
+        return
+    for rank in going:
+        others = [other for other in going if other is not rank]
+        stuck = others and all(_is_waiting(other) and other.since_s > SILENT_S for other in others)
+        if rank.state == "working" and stuck:
+            longest = max(other.since_s for other in others)
+            reason = f"is alive, but the others have waited {_time(longest)} for it {_was(rank)}"
+            fix = f"See what it does: py-spy dump --pid {rank.pid} (on {rank.host})."
+            yield _accuse(rank.rank, "fail", reason, fix, rule="rank-late")
+        elif rank.looks >= 4 and rank.behind >= _OFTEN * rank.looks:
+            reason = f"is the one that the others wait for, in {rank.behind} of {rank.looks} looks {_was(rank)}"
+            fix = f"Compare its machine with the others' (shardline doctor on {rank.host}): clocks, power, neighbours."
+            yield _accuse(rank.rank, "warn", reason, fix, rule="rank-slow")
+
+
+def _accuse(rank: int, verdict: Any, reason: str, fix: str, *, rule: str) -> Check:
+    return Check(name="odd rank", verdict=verdict, facts=f"rank {rank}", reason=reason, fix=fix, rule=rule)
+
+
+def _no_odd_rank(ranks: Sequence[RankState]) -> Iterator[Check]:
+    counts: dict[str, int] = {}
+    for rank in ranks:
+        counts[rank.state] = counts.get(rank.state, 0) + 1
+    yield Check(
+        name="odd rank", verdict="ok", facts=f"none ({', '.join(f'{n} {state}' for state, n in counts.items())})"
+    )
+
+
+def _run_line(run: Path, ranks: Sequence[RankState], failure: Failure | None) -> Iterator[Check]:
+    states = {rank.state for rank in ranks}
+    over = "finished" if states == {"finished"} else "failed" if failure or "failed" in states else ""
+    going = "" if over else "goes on" if states & {"waiting", "working"} else "stands still"
+    step = max((rank.step for rank in ranks), default=0)
+    hosts = sorted({rank.host for rank in ranks if rank.host})
+    where = f" on {', '.join(hosts[:4])}{' and more' if len(hosts) > 4 else ''}" if hosts else ""
+    yield Check(name="run", verdict="ok", facts=f"{over or going}, {len(ranks)} ranks{where}, at step {step}")
+
+
+def _pace(run: Path) -> Iterator[Check]:
+    if not (run / "metrics.jsonl").exists():
+        return
+    rows = [row for row in read_metrics(run / "metrics.jsonl") if _number(row, "step_s")]
+    if len(rows) < 3:
+        return
+    times = [row["step_s"] for row in rows[1:]]  # the first step compiles and fills caches
+    last, usual = statistics.median(times[-5:]), statistics.median(times)
+    waits = [row["data_wait_s"] / row["step_s"] for row in rows[-20:] if row.get("data_wait_s") is not None]
+    share = statistics.median(waits) if waits else 0.0
+    facts = f"{usual:.3g} s a step, of which data {share:.0%}; the last five {last:.3g} s"
+    if len(times) >= 10 and last > _SLOWDOWN * usual:
+        yield Check(
+            name="pace",
+            verdict="warn",
+            facts=facts,
+            reason=f"the last steps take {last / usual:.1f} times as long as usual",
+            fix="Look for another program on its machines (top, nvidia-smi), for heat, or a slow disk.",
+            rule="slowed-down",
+        )
+    elif share > _DATA_SHARE:
+        yield Check(
+            name="pace",
+            verdict="warn",
+            facts=facts,
+            reason=f"{share:.0%} of a step is waiting for data",
+            fix="Put the data cache on a faster disk (SHARDLINE_CACHE), or give the process another core.",
+            rule="data-bound",
+        )
+    else:
+        yield Check(name="pace", verdict="ok", facts=facts)
+
+
+def _failure(logs: Path, beats: Mapping[int, Beat]) -> Failure | None:
+    """Returns what the first failing rank of this start left."""
+    names = {f"failure-{beat.run}.json" for beat in beats.values()}
+    return next((read_failure(path) for path in find_failures(logs) if path.name in names), None)
+
+
+def _size_and_error(log: Path) -> tuple[int, str]:
+    """Returns (number of ranks, last error) of a rank's log, since its last start; (0, "") without one."""
+    try:
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return 0, ""
+    starts = [number for number, line in enumerate(lines) if _START.search(line)]
+    match = _START.search(lines[starts[-1]]) if starts else None
+    lines = lines[starts[-1] :] if starts else lines
+    errors = [number for number, line in enumerate(lines) if _ERROR.match(line)]
+    if not errors or any(_STAMP.match(line) for line in lines[errors[-1] + 1 :]):
+        return int(match[1]) if match else 0, ""
+    told = [line for line in lines[errors[-1] :] if line.strip()]
+    words = told[-1].strip() if len(told) > 1 else (_ERROR.match(told[0]) or [""])[2]
+    return int(match[1]) if match else 0, words[:300].rstrip(".")
+
+
+def _process(beat: Beat) -> str:
+    """Returns "gone" or "stopped" for a rank on this machine whose process is so; "" where it runs, or elsewhere."""
+    if beat.host != socket.gethostname():
+        return ""
+    try:
+        process = psutil.Process(beat.pid)
+        status = process.status()
+        if process.create_time() > beat.time + 1.0:
+            return "gone"  # the number belongs to another process by now
+    except psutil.NoSuchProcess:
+        return "gone"
+    if status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
+        return "gone"
+    return "stopped" if status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP) else ""
+
+
+def _is_over(beat: Beat) -> bool:
+    return beat.operation == "finished" or beat.operation.startswith("stopped:")
+
+
+def _waits(beat: Beat) -> bool:
+    """A collective that the rank is in stands in brackets behind the phase."""
+    return beat.operation.endswith(")")
+
+
+def _is_waiting(rank: RankState) -> bool:
+    return rank.state == "waiting"
+
+
+def _was(rank: RankState) -> str:
+    step = f" of step {rank.step}" if rank.step else ""
+    where = f" at {rank.where}" if rank.where else ""
+    return f"(process {rank.pid} on {rank.host}; in {rank.operation}{step}, since {_time(rank.since_s)}{where})"
+
+
+def _number(row: Mapping[str, Any], key: str) -> bool:
+    return isinstance(row.get(key), int | float) and row[key] > 0
+
+
+def _time(seconds: float) -> str:
+    return (
+        f"{seconds:.0f} s"
+        if seconds < 120
+        else f"{seconds / 60:.0f} min"
+        if seconds < 7200
+        else f"{seconds / 3600:.0f} h"
+    )
