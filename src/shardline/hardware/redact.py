@@ -12,6 +12,7 @@ them look like addresses.
 from __future__ import annotations
 
 import getpass
+import ipaddress
 import os
 import re
 import socket
@@ -26,9 +27,7 @@ _HOME = re.compile(r"(?<![\w.])(?:/home|/Users)/([^/\s:'\",]+)")
 _MAC = re.compile(r"\b(?:[0-9a-fA-F]{2}:){5}[0-9a-fA-F]{2}\b")
 _PCI = re.compile(r"\b[0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2}\.[0-9a-fA-F]\b")
 _IPV4 = re.compile(r"(?<![\d.\w+-])(?:\d{1,3}\.){3}\d{1,3}(?![\d.]*\d)")
-_IPV6 = re.compile(
-    r"(?<![\w:])(?:[0-9a-fA-F]{1,4}:){2,7}(?::?[0-9a-fA-F]{1,4}){1,6}(?![\w:])|(?<![\w:])(?:[0-9a-fA-F]{0,4}:)+:[0-9a-fA-F]{1,4}(?![\w:])"
-)
+_IPV6 = re.compile(r"(?<![\w:])[0-9a-fA-F]{0,4}(?::[0-9a-fA-F]{0,4}){2,7}(?![\w:])")
 _COMMON = {"root", "user", "ubuntu", "localhost", "admin", "nobody", "ec2-user", ""}
 
 
@@ -74,7 +73,7 @@ class Redactor:
         text = _UUID.sub(lambda match: match[0][:4] + "<uuid>" if match[0][:4] in ("GPU-", "MIG-") else "<uuid>", text)
         text = _MAC.sub("<mac>", text)
         text = _PCI.sub("<pci>", text)
-        text = _IPV6.sub("<ip>", text)
+        text = _IPV6.sub(lambda match: "<ip>" if _is_ipv6(match[0]) else match[0], text)
         text = _IPV4.sub(lambda match: match[0] if self._is_version(match[0]) else "<ip>", text)
         for word in sorted(self._words, key=len, reverse=True):
             text = re.sub(rf"(?<![\w-]){re.escape(word)}(?![\w-])", self._words[word], text)
@@ -93,3 +92,11 @@ class Redactor:
     def _is_version(self, text: str) -> bool:
         parts = [int(part) for part in text.split(".")]
         return text in self._versions or max(parts) > 255
+
+
+def _is_ipv6(text: str) -> bool:
+    """Whether it is an address; a time of day has colons too."""
+    try:
+        return len(text) > 2 and bool(ipaddress.IPv6Address(text))
+    except ValueError:
+        return False
