@@ -22,8 +22,8 @@ from shardline.text.tokenizer import Tokenizer
 
 __all__ = ["LINE_OF", "examine_folder"]
 
-PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib", ".pdparams", ".npy")
-"""Formats whose readers run what the file says. `.npy` may hold pickled objects."""
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib", ".pdparams")
+"""Formats whose readers run what the file says."""
 
 # The heading of each finding of `checkpoints.portability`.
 LINE_OF = {
@@ -130,6 +130,7 @@ def _facts(found: Inspection) -> dict[str, str]:
     bos = "none" if found.bos_token_id is None else f"id {found.bos_token_id}, {len(tokens)} in a rendered chat"
     return {
         "files": f"{found.num_files} with {found.num_tensors} tensors",
+        **({"index": f"lists all tensors of {found.num_files} files"} if found.num_files > 1 else {}),
         "config": f"{found.family}, {found.parameters.total:,} parameters, context {found.context_length:,}",
         "head": "tied to the embedding" if found.tied_head else "its own",
         "dtype": dtypes,

@@ -10,6 +10,7 @@ that is going on is watched for two seconds, since one look can't tell the slow 
 
 from __future__ import annotations
 
+import json
 import re
 import socket
 import statistics
@@ -25,7 +26,6 @@ from shardline.config import UsageError
 from shardline.hardware.checks import Check
 from shardline.parallel.failure import Failure, find_failures, read_failure
 from shardline.parallel.heartbeat import EVERY_S, Beat, read_beat
-from shardline.training.run_directory import read_metrics
 
 __all__ = ["RankState", "RunDiagnosis", "examine_run"]
 
@@ -160,6 +160,11 @@ def _state(rank: int, beat: Beat | None, log: Path, *, now: float, behind: int, 
 
 def _accusations(ranks: Sequence[RankState], failure: Failure | None) -> Iterator[Check]:
     """Yields a check for each odd rank, with the plainest evidence that there is of it."""
+    if failure is not None and (blamed := _blamed(failure)):
+        for rank, words in blamed.items():
+            fix = f"Read RUN/logs/rank-{rank}.log and that machine's dmesg (OOM killer); then continue with --resume."
+            yield _accuse(rank, "fail", words, fix, rule="others-waited-in-vain")
+        return
     if failure is not None:
         words = failure.message.partition("\n")[0].rstrip(".")
         fix = f"Read RUN/logs/rank-{failure.rank}.log, mend that, and continue with --resume."
@@ -186,6 +191,20 @@ def _accusations(ranks: Sequence[RankState], failure: Failure | None) -> Iterato
     if found:
         return
     yield from _silent_or_slow(ranks)
+
+
+def _blamed(failure: Failure) -> dict[int, str]:
+    """Returns {rank: what is known of it} of those that a failure's teller waited for in vain; {} if none."""
+    head = re.match(r"Rank \d+ (?:waited [\d.]+ s for|lost its connection to) ranks? ([\d, ]+) in ", failure.message)
+    if head is None:
+        return {}
+    ranks = [int(rank) for rank in head[1].split(",")]
+    first = failure.message.partition(". ")[0]
+    found = {}
+    for rank in ranks:
+        own = re.search(rf"Rank {rank} \((process [^)]*)\) (.*?)\.(?= Rank \d+ \(| --resume|$)", failure.message)
+        found[rank] = f"{own[2]} ({own[1]}; {first[:1].lower()}{first[1:]})" if own else first
+    return found
 
 
 def _silent_or_slow(ranks: Sequence[RankState]) -> Iterator[Check]:
@@ -246,7 +265,7 @@ def _run_line(run: Path, ranks: Sequence[RankState], failure: Failure | None) ->
 def _pace(run: Path) -> Iterator[Check]:
     if not (run / "metrics.jsonl").exists():
         return
-    rows = [row for row in read_metrics(run / "metrics.jsonl") if _number(row, "step_s")]
+    rows = [row for row in _rows(run / "metrics.jsonl") if _number(row, "step_s")]
     if len(rows) < 3:
         return
     times = [row["step_s"] for row in rows[1:]]  # the first step compiles and fills caches
@@ -274,6 +293,17 @@ def _pace(run: Path) -> Iterator[Check]:
         )
     else:
         yield Check(name="pace", verdict="ok", facts=facts)
+
+
+def _rows(path: Path) -> Iterator[dict[str, Any]]:
+    """The whole rows of metrics.jsonl. `run_directory.read_metrics` would load torch, for a second and a half."""
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue  # cut short by a kill
+        if isinstance(row, dict):
+            yield row
 
 
 def _failure(logs: Path, beats: Mapping[int, Beat]) -> Failure | None:
