@@ -108,3 +108,18 @@ def test_an_estimate_takes_microseconds() -> None:
     runs = 200
     seconds = min(timeit.repeat(lambda: (estimate_memory(job), estimate_time(job)), number=runs, repeat=3)) / runs
     assert seconds < 1e-3  # 100 microseconds on an idle machine
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layers": "many"}, "'many' is no number"),
+        ({"hidden": "", "params_b": ""}, "neither the model's dimensions nor its number of parameters"),
+        ({"engine": "deepsped"}, "did you mean 'deepspeed'"),
+    ],
+)
+def test_a_row_that_makes_no_sense_is_skipped_with_the_reason(changes: dict, message: str) -> None:
+    row = {**rows()[12], **changes}
+    prediction = predict_row(row)
+    assert prediction.memory_gib is None
+    assert message in (prediction.skipped or "")

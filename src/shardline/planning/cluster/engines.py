@@ -5,6 +5,8 @@ engine("megatron").states_of("bf16_mixed")
 
 from __future__ import annotations
 
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -14,7 +16,7 @@ import yaml
 
 from shardline.config.errors import UsageError, nearest
 
-__all__ = ["Engine", "States", "engine", "engine_names"]
+__all__ = ["Engine", "States", "engine", "engine_names", "replaced"]
 
 _KEYS = {
     "states", "states_source", "kept", "gradients_persist", "logits", "logits_source", "norm", "norm_source", "inner",
@@ -90,6 +92,18 @@ def engine(name: str) -> Engine:
 
 def engine_names() -> tuple[str, ...]:
     return tuple(_engines())
+
+
+@contextmanager
+def replaced(others: Mapping[str, Engine]) -> Generator[None]:
+    """Within it, these stand for the engines of their names: for calibration."""
+    known = _engines()
+    kept = {name: known[name] for name in others}
+    known.update(others)
+    try:
+        yield
+    finally:
+        known.update(kept)
 
 
 @cache

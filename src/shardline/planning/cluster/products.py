@@ -16,8 +16,8 @@ __all__ = ["layer_efficiency", "product_efficiency"]
 
 _TILE_M, _TILE_N = 128, 256
 _ALIGNED = 64  # elements of two bytes in 128 bytes
-_UNALIGNED = 0.56  # fit to BLOOM's hidden sizes 14,400 and 13,824, the same layout: 1.27 times
-_FILL = 400  # products of this depth reach half
+_UNALIGNED = 0.53  # fit to BLOOM's hidden sizes 14,400 and 13,824, the same layout: 1.27 times
+_FILL = 500  # products of this depth reach half
 
 
 @lru_cache(maxsize=16384)
@@ -47,6 +47,8 @@ def layer_efficiency(
     ):
         n, k = max(1, int(n)), max(1, int(k))
         flops = float(n) * k
-        work += flops
-        time += flops / product_efficiency(tokens, n, k, units)
+        work += 3 * flops
+        time += flops / product_efficiency(tokens, n, k, units)  # forward
+        time += flops / product_efficiency(tokens, k, n, units)  # gradient of the input
+        time += flops / product_efficiency(n, k, tokens, units)  # gradient of the weight: as deep as there are tokens
     return work / time

@@ -92,12 +92,17 @@ def known_settings(row: dict[str, str]) -> bool:
 def predict_row(row: dict[str, str]) -> Prediction:
     """Returns what the planner says of a row: memory as its publisher counts it, tokens/s of one device, whether it
     fits."""
-    source = _source(row)
+    try:
+        return _predict(row, _source(row))
+    except UsageError as error:
+        return Prediction(skipped=str(error))
+
+
+def _predict(row: dict[str, str], source: dict[str, Any]) -> Prediction:
     if "unpacked" in row.get("notes", ""):
         return Prediction(skipped="rows were not packed, and their real lengths are not given")
     named = _find_device(row.get("hardware", ""))
     found = named or device("a100-80gb")
-    no_device = None if named else f"the hardware {row.get('hardware', '')!r} names no device of the catalogue"
     shape = _shape(row, source)
     if isinstance(shape, str):
         return Prediction(skipped=shape)
@@ -113,9 +118,8 @@ def predict_row(row: dict[str, str]) -> Prediction:
         memory_gib=memory.expected_bytes / GIB,
         tokens_per_s_per_device=estimate_time(job).tokens_per_s_per_device if named else None,
         fits=in_use.fits if named else None,
-        skipped=no_device,
         job=job,
-        assumed=tuple(_assumed(row)),
+        assumed=(*_assumed(row), *(() if named else ("hardware",))),
     )
 
 
@@ -443,7 +447,13 @@ def _source(row: dict[str, str]) -> dict[str, Any]:
 
 
 def _int(text: str | None) -> int:
-    return int(float(text)) if text else 0
+    """Returns the first number of a cell, 0 for an empty one."""
+    if not text:
+        return 0
+    match = re.search(r"\d+(\.\d+)?", text)
+    if match is None:
+        raise UsageError(f"{text!r} is no number.")
+    return int(float(match[0]))
 
 
 def _after(text: str, pattern: str) -> str | None:
