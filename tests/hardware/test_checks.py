@@ -121,7 +121,7 @@ def test_facts_of_a_gpu_node():
     facts = {check.name: check.facts for check in examine(machine("healthy-h100"))}
     assert facts["accelerator"] == "2 x NVIDIA H100 80GB HBM3 (cuda, 79.2 GiB, capability 9.0)"
     assert facts["gpus"] == "2 x NVIDIA H100 80GB HBM3, 80 GiB, Hopper 9.0: bf16, fp8, FlashAttention 2/3/4"
-    assert facts["topology"] == "1 pairs by NV18"
+    assert facts["topology"] == "1 pair by NV18"
     assert "cuDNN 9.15.1, NCCL 2.28.9" in facts["torch"]
     assert "vllm 0.33.0" in facts["frameworks"]
 

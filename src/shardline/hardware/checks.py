@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Check", "Verdict", "checks_text", "examine", "to_json", "verdict_of"]
 
+_COLOURS = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 _GPUS = "\0"  # stands for the GPUs of a sentence until those with the same sentence are known
 
 
@@ -89,26 +90,24 @@ def checks_text(checks: Sequence[Check], *, width: int | None = None) -> Text:
     """Returns the checks, coloured, for a `rich` console: one line each, or wrapped under itself at `width` columns."""
     from rich.text import Text
 
-    colours = {"ok": "green", "warn": "yellow", "fail": "bold red"}
     margin = 6 + max((len(check.name) for check in checks), default=0) + 2
     lines = []
     previous = ""
     for check in checks:
-        text = Text.assemble((check.verdict.ljust(6), colours[check.verdict]), (check.name.ljust(margin - 6), "bold"))
-        first = check.name != previous
+        text = Text.assemble((check.verdict.ljust(6), _COLOURS[check.verdict]), (check.name.ljust(margin - 6), "bold"))
+        facts = check.facts if check.name != previous else ""  # which are the same for all faults of a line
         previous = check.name
-        words = check.facts if first else ""
-        if check.reason:
-            words = f"{words}: {check.reason}. {check.fix}" if words else f"{check.reason}. {check.fix}"
         if width is None or width < margin + 24:
-            rows = [words]
-        elif check.reason:
-            head = _wrap(f"{check.facts}:", width - margin) if first and check.facts else []
-            reason = _wrap(f"{check.reason}.", width - margin)
-            rows = [*head, *reason, *_wrap(f"-> {check.fix}", width - margin, indent="   ")]
+            told = f"{check.reason}. {check.fix}".rstrip() if check.reason else ""
+            text.append(": ".join(words for words in (facts, told) if words))
         else:
-            rows = _wrap(words, width - margin) or [""]
-        text.append(f"\n{' ' * margin}".join(rows))
+            rows = [*_wrap(facts, width - margin, "dim" if check.reason else "")]
+            if check.reason:
+                rows += _wrap(f"{check.reason}.", width - margin, _COLOURS[check.verdict])
+            if check.fix:
+                rows += _wrap(f"-> {check.fix}", width - margin, "cyan", indent="   ")
+            for number, (row, style) in enumerate(rows):
+                text.append(f"\n{' ' * margin}" if number else "").append(row, style)
         lines.append(text)
     return Text("\n").join(lines)
 
@@ -119,9 +118,10 @@ def to_json(checks: Sequence[Check]) -> list[dict[str, Any]]:
     return [{key: getattr(check, key) for key in keys} for check in checks]
 
 
-def _wrap(text: str, width: int, *, indent: str = "") -> list[str]:
-    """Commands and paths stay whole, so that they can be copied."""
-    return textwrap.wrap(text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+def _wrap(text: str, width: int, style: str, *, indent: str = "") -> list[tuple[str, str]]:
+    """Returns (row, style) of each row. Commands and paths stay whole, so that they can be copied."""
+    rows = textwrap.wrap(text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return [(row, style) for row in rows]
 
 
 def _statements(rule: Rule, guilty: Sequence[Mapping[str, Any]], *, num_gpus: int) -> list[tuple[str, str]]:
@@ -151,9 +151,9 @@ def _line(name: str, text: str, faults: Sequence[Check]) -> list[Check | None]:
 
 
 def _health_line(health: Sequence[Health]) -> str:
-    """Names of each verdict, the newest news first; empty where no package was asked about."""
+    """Names of each verdict; empty where no package was asked about."""
     parts = []
-    for verdict in ("active", "slow", "unmaintained", "unknown"):
+    for verdict in ("active", "slow", "unmaintained"):
         of_it = [each for each in health if each.verdict == verdict]
         names = [f"{each.package} ({each.age})" if each.age else each.package for each in of_it]
         if names:

@@ -16,6 +16,7 @@ from shardline.hardware.tables import capability, gfx, tables
 __all__ = ["LINES"]
 
 Facts = Mapping[str, Any]
+_SUPPORT = {"yes": "", "partly": "partly ", "no": "not "}
 
 
 def _cores(machine: Machine, facts: Facts) -> str:
@@ -55,12 +56,11 @@ def _instructions(machine: Machine, facts: Facts) -> str:
 def _matmul(machine: Machine, facts: Facts) -> str:
     parts = []
     for device in dict.fromkeys(each.device for each in machine.matmuls):
-        speeds = [
-            f"{_dtype(each.dtype)} {_gflops(each.gflops)}" if each.gflops is not None else f"{_dtype(each.dtype)} none"
-            for each in machine.matmuls
-            if each.device == device
-        ]
-        parts.append(f"{device}: {', '.join(speeds)} GFLOP/s")
+        rows = [each for each in machine.matmuls if each.device == device]
+        speeds = [f"{_dtype(each.dtype)} {_gflops(each.gflops)}" for each in rows if each.gflops is not None]
+        failed = [_dtype(each.dtype) for each in rows if each.gflops is None]
+        ran = f"{', '.join(speeds)} GFLOP/s" if speeds else ""
+        parts.append(f"{device}: " + ", ".join(filter(None, [ran, f"no {' or '.join(failed)}" if failed else ""])))
     return "; ".join(parts)
 
 
@@ -121,7 +121,7 @@ def _topology(machine: Machine, facts: Facts) -> str:
     for row, links in enumerate(machine.nvidia.links):
         for link in links[row + 1 :]:
             counts[link] = counts.get(link, 0) + 1
-    return ", ".join(f"{count} pairs by {link}" for link, count in counts.items())
+    return ", ".join(f"{count} pair{'s' if count > 1 else ''} by {link}" for link, count in counts.items())
 
 
 def _rocm(machine: Machine, facts: Facts) -> str:
@@ -152,9 +152,9 @@ def _frameworks(machine: Machine, facts: Facts) -> str:
     platform = platform_of(machine)
     here = {row["framework"] for row in framework_facts(machine)}
     rows = [row for row in tables().platforms.rows if row.platform == platform and row.framework not in here]
-    words = {support: [row.framework for row in rows if row.support == support] for support in ("yes", "partly", "no")}
-    could = [f"{support}: {' '.join(names)}" for support, names in words.items() if names]
-    return f"{', '.join(own) or 'no other installed'}; on {platform} {', '.join(could)}"
+    named = {support: ", ".join(row.framework for row in rows if row.support == support) for support in _SUPPORT}
+    could = ", ".join(f"{words}{named[support]}" for support, words in _SUPPORT.items() if named[support])
+    return f"{', '.join(own) or 'no other installed'}; {platform} runs {could}"
 
 
 def _packages(machine: Machine, facts: Facts) -> str:
@@ -183,7 +183,7 @@ LINES: tuple[tuple[str, Callable[[Machine, Facts], str]], ...] = (
 
 
 def _gib(count: int) -> str:
-    return f"{count / GIB:.1f} GiB"
+    return f"{count / GIB:.1f} GiB" if count < 1024 * GIB else f"{count / GIB / 1024:.1f} TiB"
 
 
 def _count(number: int | None) -> str:
