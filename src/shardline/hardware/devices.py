@@ -81,7 +81,7 @@ def torch_build() -> TorchBuild | None:
         cuda=torch.version.cuda,
         hip=torch.version.hip,
         arch_list=tuple(torch.cuda.get_arch_list()) if available and is_gpu_build else _built_for(torch),
-        cudnn=None if cudnn is None else f"{cudnn // 10000}.{cudnn // 100 % 100}.{cudnn % 100}",
+        cudnn=None if cudnn is None else _cudnn_version(cudnn),
         nccl=None if nccl is None else ".".join(map(str, nccl if isinstance(nccl, tuple) else (nccl,))),
         available=available,
         error=" ".join(error.partition("(Triggered internally")[0].split())[:300],
@@ -123,6 +123,12 @@ def _built_for(torch) -> tuple[str, ...]:
     """The architectures of the build, asked of its flags: `get_arch_list` answers only where a device is usable."""
     flags = torch._C._cuda_getArchFlags() if hasattr(torch._C, "_cuda_getArchFlags") else None
     return tuple(flags.split()) if flags else ()
+
+
+def _cudnn_version(number: int) -> str:
+    """91501 -> 9.15.1; before cuDNN 9 the parts were narrower: 8902 -> 8.9.2."""
+    major, minor = (10000, 100) if number >= 10000 else (1000, 100)
+    return f"{number // major}.{number % major // minor}.{number % minor}"
 
 
 def _gfx_name(version: int) -> str:

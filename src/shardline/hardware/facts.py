@@ -120,7 +120,6 @@ def _host(machine: Machine) -> dict[str, Any]:
         "locked_memory_gib": None if limits is None else math.inf if locked is None else locked / GIB,
         "open_files": None if limits is None else math.inf if files is None else files,
         "infiniband": machine.infiniband,
-        "omp_num_threads": machine.environment.get("OMP_NUM_THREADS"),
     }
 
 
@@ -244,10 +243,12 @@ def _packages(machine: Machine) -> dict[str, Any]:
         if match := re.search(r"-cu(\d+)$", name):
             generations.setdefault(name.removesuffix(match[0]), []).append(f"{name} {version}")
     double = [" and ".join(names) for names in generations.values() if len(names) > 1]
-    cudnn = next((v for n, v in machine.cuda_wheels.items() if n.startswith("nvidia-cudnn")), None)
+    own = f"nvidia-cudnn-cu{machine.torch.cuda.partition('.')[0]}" if machine.torch and machine.torch.cuda else ""
+    cudnn, loaded = machine.cuda_wheels.get(own), machine.torch.cudnn if machine.torch else None
     return {
         "double_cuda_wheels": "; ".join(double) or None,
         "cudnn_wheel": cudnn,
+        "cudnn_differs": version_key(cudnn)[:3] != version_key(loaded)[:3] if cudnn and loaded else None,
         "unmet_requirements": "; ".join(machine.unmet_requirements) or None,
         "python": machine.python_version,
         "wrong_packages": "; ".join(_too_old(machine)) or None,
