@@ -10,8 +10,11 @@ import time
 import pytest
 
 from hardware.package_server import package_server, project
+from hardware.recorded import machine
+from shardline.cli.main import main
 from shardline.hardware import package_index
 from shardline.hardware.health import find_health, health_table, judge
+from shardline.hardware.machine import write_machine
 from shardline.hardware.package_index import (
     Index,
     IndexSilentError,
@@ -201,3 +204,17 @@ def test_the_table_is_one_that_the_rules_can_use():
         assert row.verdict in (None, "unmaintained", "slow")
         assert bool(row.verdict) == bool(row.reason) == bool(row.source)
         assert judge(row.package, None, row, today=TODAY).verdict in ("active", "slow", "unmaintained")
+
+
+def test_the_verb_asks_the_index_unless_told_not_to(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "machine.yaml"
+    write_machine(machine("healthy-cpu"), path)
+    with package_server(project("torch", ("torch-2.16.0.tar.gz", "2024-01-01T00:00:00Z"))) as server:
+        monkeypatch.setenv("PIP_INDEX_URL", server.url)
+        assert main(["doctor", "--machine", str(path), "--offline"]) == 0
+        assert server.asked == []
+        assert main(["doctor", "--machine", str(path)]) == 0
+        assert {name for name, _ in server.asked} == {"torch", "transformers", "numpy", "safetensors"}
+    output = capsys.readouterr().out
+    assert "warn  health        " in output
+    assert "torch is unmaintained: the last release, 2.16.0, is of 2024-01-01" in output

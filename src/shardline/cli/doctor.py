@@ -74,13 +74,17 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
 
 def _machine(args: argparse.Namespace) -> dict[str, Any]:
     from shardline.hardware.checks import examine
-    from shardline.hardware.health import find_health
+    from shardline.hardware.health import begin_health
     from shardline.hardware.machine import read_machine, write_machine
     from shardline.hardware.package_index import find_index
+    from shardline.hardware.packages import PACKAGES, installed
 
-    machine = _probe(args) if args.machine is None else read_machine(args.machine)
-    names = [name for name, version in machine.packages.items() if version is not None]
-    health = find_health(names, find=(lambda: None) if args.offline else find_index)
+    recorded = None if args.machine is None else read_machine(args.machine)
+    packages = installed(PACKAGES) if recorded is None else recorded.packages
+    names = [name for name, version in packages.items() if version is not None]
+    judge_health = begin_health(names, find=(lambda: None) if args.offline else find_index)
+    machine = recorded or _probe(args)  # the index answers meanwhile
+    health = judge_health(None)
     redactor = _redactor(args, machine=machine)
     facts = machine.to_json()
     if redactor is not None:
@@ -97,7 +101,7 @@ def _machine(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _probe(args: argparse.Namespace) -> Machine:
-    """The facts of this machine; the package index may be asked meanwhile, since torch takes a second to load."""
+    """Returns the facts of this machine, with a product in each dtype on the CPU and on each kind of device."""
     from shardline.hardware.matmuls import measure_matmuls
     from shardline.hardware.probe import probe
 

@@ -15,17 +15,19 @@ from __future__ import annotations
 
 import datetime
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 from shardline.hardware.package_index import Index, IndexSilentError, Release, find_index
 from shardline.hardware.strict import convert_strictly, load_tables
 
-__all__ = ["Health", "find_health", "health_table", "judge"]
+__all__ = ["Health", "begin_health", "find_health", "health_table", "judge"]
 
 ACTIVE_DAYS, SLOW_DAYS = 180, 540
+DEADLINE_S = 3.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,10 +73,6 @@ class Health:
         }
 
 
-class _Source(Protocol):
-    def last_release(self, package: str) -> Release: ...
-
-
 @cache
 def health_table() -> HealthTable:
     return convert_strictly(load_tables("health.yaml"), HealthTable)
@@ -85,17 +83,32 @@ def find_health(
     *,
     find: Callable[[], Index | None] = find_index,
     today: datetime.date | None = None,
-    deadline_s: float = 6.0,
+    deadline_s: float = DEADLINE_S,
 ) -> tuple[Health, ...]:
     """Returns the state of each package; `find` gives the index to ask (`lambda: None`: the table alone).
 
     All are asked at once; those not answered within `deadline_s` come from the table.
     """
+    return begin_health(packages, find=find, deadline_s=deadline_s)(today)
+
+
+def begin_health(
+    packages: Iterable[str], *, find: Callable[[], Index | None] = find_index, deadline_s: float = DEADLINE_S
+) -> Callable[[datetime.date | None], tuple[Health, ...]]:
+    """Asks as `find_health` does and returns at once; what it returns waits for the rest of the time and judges."""
     names = list(packages)
-    known = {row.package: row for row in health_table().rows}
-    today = today or datetime.date.today()
-    answers = _ask_all(names, find, deadline_s=deadline_s)
-    return tuple(judge(name, answers.get(name), known.get(name), today=today) for name in names)
+    answers: dict[str, Release] = {}
+    asking = threading.Thread(target=_ask_each, args=(names, find, answers), daemon=True)
+    asking.start()
+    deadline = time.monotonic() + deadline_s
+
+    def finish(today: datetime.date | None = None) -> tuple[Health, ...]:
+        asking.join(max(0.0, deadline - time.monotonic()))
+        known = {row.package: row for row in health_table().rows}
+        day = today or datetime.date.today()
+        return tuple(judge(name, answers.get(name), known.get(name), today=day) for name in names)
+
+    return finish
 
 
 def judge(package: str, release: Release | None, known: Known | None, *, today: datetime.date) -> Health:
@@ -139,30 +152,23 @@ def judge(package: str, release: Release | None, known: Known | None, *, today: 
     )
 
 
-def _ask_all(names: Sequence[str], find: Callable[[], Index | None], *, deadline_s: float) -> dict[str, Release]:
+def _ask_each(names: Sequence[str], find: Callable[[], Index | None], answers: dict[str, Release]) -> None:
     """Asks on threads that end with the process: a server that never answers must not keep the verb."""
-    answers: dict[str, Release] = {}
 
-    def ask(index: _Source, name: str) -> None:
+    def ask(index: Index, name: str) -> None:
         try:
             answers[name] = index.last_release(name)
         except IndexSilentError:
             return  # the table has the word then
 
-    def ask_each() -> None:
-        index = find()
-        if index is None:
-            return
-        threads = [threading.Thread(target=ask, args=(index, name), daemon=True) for name in names]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-
-    asking = threading.Thread(target=ask_each, daemon=True)
-    asking.start()
-    asking.join(deadline_s)
-    return dict(answers)
+    index = find()
+    if index is None:
+        return
+    threads = [threading.Thread(target=ask, args=(index, name), daemon=True) for name in names]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def _age(days: int) -> str:
