@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import string
+import subprocess
+import sys
 
 import pytest
 
@@ -188,6 +191,22 @@ def test_bad_input_is_a_sentence(words, text, tmp_path, monkeypatch, capsys):
     error = capsys.readouterr().err
     assert text.lower() in error.lower()
     assert "Traceback" not in error
+
+
+def test_a_torch_that_can_t_be_imported_is_a_line_and_no_traceback(tmp_path):
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("raise OSError('libcudart.so.13: cannot open shared object file')")
+    done = subprocess.run(
+        [sys.executable, "-m", "shardline", "doctor", "--offline", "--json"],
+        env={**os.environ, "PYTHONPATH": str(tmp_path), "SHARDLINE_CACHE": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    result = json.loads(done.stdout)
+    assert done.returncode == 1
+    assert [check["rule"] for check in result["checks"] if check["verdict"] == "fail"] == ["torch-import-fails"]
+    assert "OSError: libcudart.so.13" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_checks_as_json():

@@ -106,6 +106,8 @@ def _probe(args: argparse.Namespace) -> Machine:
     from shardline.hardware.probe import probe
 
     machine = probe(folder=args.disk, with_torch=True, with_devices=True)
+    if machine.torch is None or machine.torch.import_error:
+        return machine
     kinds = {"cuda": "cuda", "rocm": "cuda", "mps": "mps"}
     devices = dict.fromkeys(["cpu", *(kinds[each.kind] for each in machine.accelerators)])
     return dataclasses.replace(machine, matmuls=tuple(row for device in devices for row in measure_matmuls(device)))

@@ -6,6 +6,7 @@ torch_build(), accelerators()            # imports torch and starts CUDA
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import platform
 import re
@@ -58,9 +59,14 @@ def find_apple() -> Apple | None:
 def torch_build() -> TorchBuild | None:
     """Returns what torch was built for, and why it can't use its device; None without torch."""
     try:
-        import torch
-    except ImportError:
+        version = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
         return None
+    try:
+        import torch
+    except (ImportError, OSError, RuntimeError, AttributeError) as error:  # a library that is missing or does not fit
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        return TorchBuild(version=version, available=False, import_error=reason)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         available = torch.cuda.is_available() or torch.backends.mps.is_available()
@@ -89,10 +95,10 @@ def torch_build() -> TorchBuild | None:
 
 
 def accelerators(cpu_name: str) -> tuple[Accelerator, ...]:
-    """Returns the devices that torch can use."""
+    """Returns the devices that torch can use; none where it can't be imported, which `torch_build` tells."""
     try:
         import torch
-    except ImportError:
+    except (ImportError, OSError, RuntimeError, AttributeError):
         return ()
     found: list[Accelerator] = []
     if torch.cuda.is_available():

@@ -143,8 +143,14 @@ def _torch(machine: Machine) -> dict[str, Any]:
         "torch": torch.version if torch else machine.packages.get("torch"),
         "torch_cuda": torch.cuda if torch else None,
         "torch_hip": torch.hip if torch else None,
-        "torch_known": torch is not None,
-        "torch_kind": None if torch is None else "cuda" if torch.cuda else "rocm" if torch.hip else "cpu",
+        "torch_import_error": (torch.import_error or None) if torch else None,
+        "torch_kind": None
+        if torch is None or torch.import_error
+        else "cuda"
+        if torch.cuda
+        else "rocm"
+        if torch.hip
+        else "cpu",
         "torch_available": torch.available if torch else None,
         "torch_error": (torch.error or None) if torch else None,
         "cudnn": torch.cudnn if torch else None,

@@ -87,6 +87,8 @@ def _torch(machine: Machine, facts: Facts) -> str:
     build = machine.torch
     if build is None:
         return ""
+    if build.import_error:
+        return build.version
     kind = f"CUDA {build.cuda}" if build.cuda else f"ROCm {build.hip}" if build.hip else "CPU"
     libraries = [f"{name} {version}" for name, version in (("cuDNN", build.cudnn), ("NCCL", build.nccl)) if version]
     archs = [f"code for {' '.join(build.arch_list)}"] if build.arch_list else []

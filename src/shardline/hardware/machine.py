@@ -120,6 +120,7 @@ class TorchBuild:
     nccl: str | None = None
     available: bool | None = None  # torch.cuda.is_available(), or the same of MPS
     error: str = ""  # what the start of CUDA said
+    import_error: str = ""  # why `import torch` itself fails; then nothing else is known
 
 
 @dataclass(frozen=True, kw_only=True)
