@@ -6,6 +6,7 @@ import datetime
 import json
 import os
 import time
+import venv
 
 import pytest
 
@@ -171,6 +172,18 @@ def test_the_index_is_the_one_that_pip_uses(monkeypatch, tmp_path):
     config.write_text("[global]\nindex-url = file:///mirror/simple\n")
     assert find_index() is None
     assert find_index(python="/absent/python") is None
+
+
+def test_an_environment_without_pip_is_asked_through_python_s_own(tmp_path, monkeypatch):
+    venv.create(tmp_path / "env", with_pip=False, symlinks=True)
+    monkeypatch.setenv("PIP_INDEX_URL", "https://127.0.0.1:5/simple")
+    monkeypatch.setenv("PIP_TRUSTED_HOST", "127.0.0.1 other.example")
+    found = find_index(python=str(tmp_path / "env" / "bin" / "python"))
+    assert (found.url, found.trusted) == ("https://127.0.0.1:5/simple", True)
+
+
+def test_without_a_setting_pip_s_built_in_index_is_used():
+    assert find_index().url.startswith("https://")
 
 
 def test_pip_s_settings_as_it_prints_them():

@@ -15,6 +15,7 @@ import contextlib
 import datetime
 import gzip
 import hashlib
+import importlib.util
 import json
 import netrc
 import os
@@ -62,6 +63,7 @@ class Index:
     url: str
     certificates: str | None = None
     proxy: str | None = None
+    trusted: bool = False  # pip's `trusted-host`: the certificate is not checked
     timeout_s: float = 4.0
 
     def last_release(self, package: str) -> Release:
@@ -106,13 +108,15 @@ class Index:
         plain, headers = _authorise(url)
         if urllib.parse.urlsplit(plain).scheme not in ("http", "https"):
             raise ValueError("it is a folder, which has no upload times")
-        context = ssl.create_default_context(cafile=self.certificates) if plain.startswith("https") else None
-        handlers: list[Any] = [urllib.request.HTTPSHandler(context=context)] if context else []
+        handlers: list[Any] = []
+        if plain.startswith("https"):
+            handlers.append(urllib.request.HTTPSHandler(context=_tls(self.certificates, trusted=self.trusted)))
         if self.proxy:
             handlers.append(urllib.request.ProxyHandler({"http": self.proxy, "https": self.proxy}))
         opener = urllib.request.build_opener(*handlers)
         deadline = time.monotonic() + self.timeout_s
-        request = urllib.request.Request(plain, headers={"Accept": f"{ACCEPT}, text/html;q=0.1", **headers})
+        headers |= {"Accept": f"{ACCEPT}, text/html;q=0.1", "Accept-Encoding": "gzip"}
+        request = urllib.request.Request(plain, headers=headers)
         with opener.open(request, timeout=self.timeout_s) as answer:
             parts, size = [], 0
             while chunk := answer.read1(1 << 16):
@@ -132,21 +136,24 @@ class Index:
 
 def find_index(*, python: str = sys.executable, timeout_s: float = 4.0) -> Index | None:
     """Returns the index that this Python's pip installs from; None where it has none, or there is no pip to ask."""
-    try:
-        done = subprocess.run(
-            [python, "-m", "pip", "config", "list"], capture_output=True, text=True, timeout=10, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
+    text = _run([python, "-m", "pip", "config", "list"])
+    if text is None and (bundled := _bundled_pip()):  # an environment that uv made has no pip
+        text = _run([python, f"{bundled}/pip", "config", "list"])
+    if text is None:
         return None
-    if done.returncode != 0:
-        return None
-    settings = parse_pip_config(done.stdout)
+    settings = parse_pip_config(text)
     if settings.get("no-index", "").lower() in ("1", "true", "yes", "on"):
         return None
     url = settings.get("index-url") or settings.get("pypi-url") or _default_of_pip()
     if not url or url.startswith("file:"):
         return None
-    return Index(url=url, certificates=settings.get("cert"), proxy=settings.get("proxy"), timeout_s=timeout_s)
+    return Index(
+        url=url,
+        certificates=settings.get("cert"),
+        proxy=settings.get("proxy"),
+        trusted=urllib.parse.urlsplit(url).hostname in settings.get("trusted-host", "").split(),
+        timeout_s=timeout_s,
+    )
 
 
 def parse_pip_config(text: str) -> dict[str, str]:
@@ -208,12 +215,35 @@ def _authorise(url: str) -> tuple[str, dict[str, str]]:
 
 
 def _default_of_pip() -> str | None:
-    """The address that is built into pip; a Python without pip has none."""
+    """The address that is built into pip."""
+    bundled = _bundled_pip()
+    places = sys.path + ([bundled] if bundled else [])
+    code = f"import sys; sys.path[:] = {places!r}; from pip._internal.models.index import PyPI; print(PyPI.simple_url)"
+    return (_run([sys.executable, "-c", code]) or "").strip() or None  # an inside of pip, which may move
+
+
+def _run(command: list[str]) -> str | None:
     try:
-        from pip._internal.models.index import PyPI
-    except (ImportError, AttributeError):  # an inside of pip, which may move
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
         return None
-    return PyPI.simple_url
+    return done.stdout if done.returncode == 0 else None
+
+
+def _bundled_pip() -> str | None:
+    """The wheel of pip that lies in Python's own library, for environments to start with; it runs from where it is."""
+    spec = importlib.util.find_spec("ensurepip")  # which Debian leaves out
+    if spec is None or spec.origin is None:
+        return None
+    found = sorted(Path(spec.origin).parent.glob("_bundled/pip-*.whl"))
+    return str(found[-1]) if found else None
+
+
+def _tls(certificates: str | None, *, trusted: bool) -> ssl.SSLContext:
+    context = ssl.create_default_context(cafile=certificates)
+    if trusted:
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    return context
 
 
 def _read_kept(path: Path) -> dict[str, Any] | None:
