@@ -146,6 +146,8 @@ def test_a_folder_without_a_config_is_still_looked_at(tmp_path):
     (tmp_path / "model.ckpt").unlink()
     with pytest.raises(UsageError, match="neither a model folder"):
         examine_folder(tmp_path)
+    with pytest.raises(UsageError, match=r"hf://.*ORG/NAME"):
+        examine_folder("hf://only-a-name")
 
 
 def test_the_verb(folder, capsys, monkeypatch):

@@ -91,6 +91,8 @@ def _find(place: str | Path) -> Path:
     try:
         return find_model_folder(place)
     except UsageError:
+        if str(place).startswith("hf://"):
+            raise  # says what is wrong with the name
         path = Path(place)
         if path.is_dir() and any(file.suffix in (*PICKLES, ".safetensors", ".json") for file in path.iterdir()):
             return path  # a model's folder, or the rest of one

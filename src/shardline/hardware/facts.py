@@ -174,7 +174,6 @@ def _nvidia(machine: Machine) -> dict[str, Any]:
         "driver_cuda": (newest_cuda_of_driver(driver) or "none listed") if driver else None,
         "nvidia_error": (nvidia.error or None) if nvidia else None,
         "wheel_for_driver": install_line(wheel_for_driver(driver, fewest)) if driver else None,
-        "wheel_for_gpu": install_line(wheel_for_capability(fewest)) if fewest else None,
         "visible_devices": machine.environment.get("CUDA_VISIBLE_DEVICES"),
         "mixed_gpus": ", ".join(sorted({gpu.name for gpu in gpus})) if len({gpu.name for gpu in gpus}) > 1 else None,
         "worst_link": links,
@@ -201,7 +200,7 @@ def _gpu(gpu: NvidiaGpu, facts: Mapping[str, Any]) -> dict[str, Any]:
         "gpu_capability": gpu.capability,
         "gpu_generation": row.name if row else None,
         "gpu_in_wheel": runs_on(gpu.capability, arch_list) if gpu.capability and arch_list else None,
-        "gpu_wheel": install_line(wheel_for_capability(gpu.capability)) if gpu.capability else None,
+        "gpu_wheel": _wheel_for(gpu.capability, facts["driver"]) if gpu.capability else None,
         "gpu_bf16": row.bf16 if row else None,
         "gpu_fp8": row.fp8 if row else None,
         "gpu_flash": list(row.flash) if row else None,
@@ -216,6 +215,12 @@ def _gpu(gpu: NvidiaGpu, facts: Mapping[str, Any]) -> dict[str, Any]:
         "gpu_compute_mode": gpu.compute_mode,
         "gpu_memory_gib": None if gpu.memory_bytes is None else gpu.memory_bytes / GIB,
     }
+
+
+def _wheel_for(number: str, driver: str | None) -> str:
+    """The newest wheel with code for a GPU that its driver runs as well; where there is none, any driver's."""
+    fitting = wheel_for_driver(driver, number) if driver else None
+    return install_line(fitting or wheel_for_capability(number))
 
 
 def _others(machine: Machine) -> dict[str, Any]:
