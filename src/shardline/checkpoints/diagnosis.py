@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from shardline.checkpoints.inspection import Inspection, inspect_folder
+from shardline.checkpoints.inspection import SAMPLE, Inspection, inspect_folder
 from shardline.checkpoints.native import find_model_folder
 from shardline.config import ShardlineError, UsageError
 from shardline.hardware.checks import Check, Verdict
@@ -71,14 +71,17 @@ _ORDER = ("files", "index", "config", "head", "dtype", "tokenizer", "template", 
 def examine_folder(place: str | Path) -> tuple[Path, tuple[Check, ...]]:
     """Returns the folder that `place` means, and its checks; `UsageError` where there is no folder to look at."""
     path = _find(place)
-    found: list[Check] = [*_safety(path), *_template(path)]
+    found: list[Check] = [*_safety(path)]
     facts: dict[str, str] = {}
     try:
         inspection = inspect_folder(path)
     except ShardlineError as error:
         line = "config" if isinstance(error, UsageError) else "files"
         found.append(_check(line, "fail", str(error), kind="unreadable"))
+        found += _template(path)
     else:
+        if inspection.chat is not None and inspection.chat_template_in and inspection.chat.text == SAMPLE:
+            found += _template(path)  # it was not rendered; to load the tokenizer again takes half a second
         facts = _facts(inspection)
         for finding in inspection.findings:
             verdict: Verdict = "ok" if finding.severity == "note" else "warn"
@@ -128,8 +131,11 @@ def _facts(found: Inspection) -> dict[str, str]:
 
     counts = found.stored_elements_by_dtype
     dtypes = ", ".join(f"{dtype} ({count:,})" if len(counts) > 1 else dtype for dtype, count in counts.items())
-    tokens = [text for id, text in (found.chat.tokens if found.chat else ()) if id == found.bos_token_id]
-    bos = "none" if found.bos_token_id is None else f"id {found.bos_token_id}, {len(tokens)} in a rendered chat"
+    ids = [id for id, _ in (found.chat.tokens if found.chat else ())]
+    leading = next((number for number, id in enumerate(ids) if id != found.bos_token_id), len(ids))
+    begins = {0: "without it", 1: "with it"}.get(leading, f"with {leading} of it")
+    kind = "chat" if found.chat_template_in else "prompt"
+    bos = "none" if found.bos_token_id is None else f"id {found.bos_token_id}; a {kind} begins {begins}"
     return {
         "files": f"{found.num_files} with {found.num_tensors} tensors",
         **({"index": f"lists all tensors of {found.num_files} files"} if found.num_files > 1 else {}),
