@@ -169,7 +169,7 @@ def test_the_rank_whose_log_ends_in_an_error_is_named(run):
         logger.exception("rank %d stops", 1)
     log(run, 0, of=2).info("step 7")
     found, accused = odd(run)
-    assert accused == [("log-ends-in-error", "rank 1")]
+    assert accused == [("ended-with-error", "rank 1")]
     assert "RuntimeError: the disk is full" in found.checks[1].reason
     assert found.checks[1].fix.startswith("Read RUN/logs/rank-1.log")
 
@@ -208,6 +208,48 @@ def test_files_of_an_earlier_start_do_not_count(run):
     beat(run, 0)
     beat(run, 1, run="before", time=time.time() - 5000)
     assert [rank.rank for rank in odd(run)[0].ranks] == [0]
+
+
+def test_a_smaller_start_after_a_larger_one_misses_nobody(run):
+    for rank in range(4):
+        log(run, rank, of=4)
+    for rank in range(2):
+        log(run, rank, of=2)
+        beat(run, rank)
+    found, accused = odd(run)
+    assert len(found.ranks) == 2
+    assert accused == []
+
+
+def test_a_clock_that_is_wrong_accuses_nobody_that_moves(run):
+    """One rank's machine is an hour ahead, another's an hour behind; both go on writing. A third has stopped to."""
+    stop = threading.Event()
+
+    def write() -> None:
+        count = 0
+        while not stop.wait(0.1):
+            count += 1
+            beat(run, 0, time=time.time() + 3600, count=count)
+            beat(run, 1, time=time.time() - 3600, count=count)
+            beat(run, 2, count=count)
+
+    beat(run, 3, time=time.time() + 3600)
+    thread = threading.Thread(target=write)
+    thread.start()
+    try:
+        time.sleep(0.3)
+        _, accused = odd(run, watch_s=0.8)
+    finally:
+        stop.set()
+        thread.join()
+    assert accused == [("rank-silent", "rank 3")]
+
+
+def test_a_rank_that_stopped_with_an_error_alone_is_named(run):
+    beat(run, 0, operation="stopped: the loss is nan", time=time.time() - 100)
+    found, accused = odd(run)
+    assert accused == [("ended-with-error", "rank 0")]
+    assert "the loss is nan" in found.checks[1].reason
 
 
 def test_a_rank_that_never_came_is_named(run):

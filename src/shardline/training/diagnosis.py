@@ -4,62 +4,29 @@
     for rank in found.ranks: print(rank.rank, rank.state, rank.operation)
     for check in found.checks: print(check.verdict, check.reason, check.fix)
 
-Reads what the ranks leave behind: RUN/logs/rank-K.heartbeat, rank-K.log, failure-ID.json and RUN/metrics.jsonl. A run
-that is going on is watched for two seconds, since one look can't tell the slow rank from one that happens to be behind.
+Reads what the ranks leave behind: RUN/logs/rank-K.heartbeat, rank-K.log, failure-ID.json and RUN/metrics.jsonl.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import socket
 import statistics
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from shardline.config import UsageError
 from shardline.hardware.checks import Check
 from shardline.parallel.failure import Failure, find_failures, read_failure
-from shardline.parallel.heartbeat import EVERY_S, Beat, read_beat
+from shardline.parallel.heartbeat import EVERY_S
+from shardline.training.rank_states import SILENT_S, WATCH_S, RankState, read_ranks
 
-__all__ = ["RankState", "RunDiagnosis", "examine_run"]
+__all__ = ["RunDiagnosis", "examine_run"]
 
-SILENT_S = 3 * EVERY_S
-_WATCH_S, _LOOK_S = 2.0, 0.25
 _OFTEN = 0.75  # of the looks in which the others wait: then it is no chance
 _DATA_SHARE, _SLOWDOWN = 0.2, 1.5
-_ERROR = re.compile(r"^\d{4}-\d\d-\d\d \S+ (ERROR|CRITICAL) (.*)")
-_STAMP = re.compile(r"^\d{4}-\d\d-\d\d \S+ [A-Z]+ ")
-_START = re.compile(r" rank \d+ of (\d+) starts")
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankState:
-    """One rank of the run's last start.
-
-    state    finished, failed, gone (its process), stopped (by a signal), silent, waiting (for others), working, missing
-    behind   in how many of the looks the others waited and this rank was the last; `looks` of them
-    error    the last words of its log, where that ends in an error
-    """
-
-    rank: int
-    state: str
-    host: str = ""
-    pid: int = 0
-    step: int = 0
-    operation: str = ""
-    count: int = 0
-    since_s: float = 0.0
-    age_s: float = 0.0
-    where: str = ""
-    behind: int = 0
-    looks: int = 0
-    error: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,90 +39,18 @@ class RunDiagnosis:
         return {"odd_ranks": list(self.odd_ranks), "ranks": [asdict(rank) for rank in self.ranks]}
 
 
-def examine_run(path: str | Path, *, watch_s: float = _WATCH_S) -> RunDiagnosis:
+def examine_run(path: str | Path, *, watch_s: float = WATCH_S) -> RunDiagnosis:
     """Returns what the run's files tell; `UsageError` where `path` holds no run that has begun."""
     run = Path(path)
     logs = run / "logs"
-    beats = _newest_start(logs)
-    sizes = [_size_and_error(log) for log in sorted(logs.glob("rank-*.log"))]
-    if not beats and not sizes:
+    ranks = read_ranks(logs, watch_s=watch_s)
+    if not ranks:
         raise UsageError(f"{run} holds no heartbeats and no logs ({logs}/rank-K.*); pass the directory of a run.")
-    size = max([*(size for size, _ in sizes), *(rank + 1 for rank in beats)], default=0)
-    behind, looks, beats = _watch(logs, beats, watch_s=watch_s)
-    now = time.time()
-    ranks = tuple(
-        _state(rank, beats.get(rank), logs / f"rank-{rank}.log", now=now, behind=behind.get(rank, 0), looks=looks)
-        for rank in range(size)
-    )
-    failure = _failure(logs, beats)
+    failure = _failure(logs, ranks)
     accused = list(_accusations(ranks, failure))
     checks = (*_run_line(run, ranks, failure), *(accused or _no_odd_rank(ranks)), *_pace(run))
     odd = tuple(dict.fromkeys(int(check.facts.removeprefix("rank ")) for check in accused))
     return RunDiagnosis(ranks=ranks, checks=checks, odd_ranks=odd)
-
-
-def _newest_start(logs: Path) -> dict[int, Beat]:
-    """Returns the heartbeats of the run's last start: files of an earlier one may lie beside them."""
-    numbers = [int(match[1]) for path in logs.glob("rank-*.heartbeat") if (match := re.search(r"-(\d+)\.", path.name))]
-    read = {rank: beat for rank in numbers if (beat := read_beat(logs, rank)) is not None}
-    if not read:
-        return {}
-    newest = max(read.values(), key=lambda beat: beat.time).run
-    return {rank: beat for rank, beat in sorted(read.items()) if beat.run == newest}
-
-
-def _watch(logs: Path, beats: dict[int, Beat], *, watch_s: float) -> tuple[dict[int, int], int, dict[int, Beat]]:
-    """Returns in how many looks each rank was the last while the others waited, their number, and the last beats.
-
-    Only a run that goes on is watched.
-    """
-    behind: dict[int, int] = {}
-    looks = 0
-    deadline = time.monotonic() + watch_s
-    while len(beats) > 1 and time.monotonic() < deadline:
-        if any(_is_over(beat) or time.time() - beat.time > SILENT_S for beat in beats.values()):
-            break
-        if looks:
-            time.sleep(_LOOK_S)
-            beats = {rank: read_beat(logs, rank, run_id=beat.run) or beat for rank, beat in beats.items()}
-        looks += 1
-        last = [rank for rank, beat in beats.items() if not _waits(beat)]
-        if len(last) == 1:
-            behind[last[0]] = behind.get(last[0], 0) + 1
-    return behind, looks, beats
-
-
-def _state(rank: int, beat: Beat | None, log: Path, *, now: float, behind: int, looks: int) -> RankState:
-    _, error = _size_and_error(log)
-    if beat is None:
-        return RankState(rank=rank, state="failed" if error else "missing", error=error)
-    age_s = max(0.0, now - beat.time)
-    process = _process(beat) if not _is_over(beat) else ""
-    if beat.operation == "finished":
-        state = "finished"
-    elif beat.operation.startswith(("stopped:", "failed")) or error:
-        state = "failed"
-    elif process:
-        state = process
-    elif age_s > SILENT_S:
-        state = "silent"
-    else:
-        state = "waiting" if _waits(beat) else "working"
-    return RankState(
-        rank=rank,
-        state=state,
-        host=beat.host,
-        pid=beat.pid,
-        step=beat.step,
-        operation=beat.operation,
-        count=beat.count,
-        since_s=max(0.0, beat.time - beat.since),
-        age_s=age_s,
-        where=beat.where,
-        behind=behind,
-        looks=looks,
-        error=error,
-    )
 
 
 def _accusations(ranks: Sequence[RankState], failure: Failure | None) -> Iterator[Check]:
@@ -187,7 +82,7 @@ def _accusations(ranks: Sequence[RankState], failure: Failure | None) -> Iterato
     for rank in (rank for rank in ranks if rank.error):
         found = True
         fix = f"Read RUN/logs/rank-{rank.rank}.log; --resume continues from the last checkpoint."
-        yield _accuse(rank.rank, "fail", f"ends its log with an error: {rank.error}", fix, rule="log-ends-in-error")
+        yield _accuse(rank.rank, "fail", f"ended with an error: {rank.error}", fix, rule="ended-with-error")
     if found:
         return
     yield from _silent_or_slow(ranks)
@@ -222,7 +117,8 @@ def _silent_or_slow(ranks: Sequence[RankState]) -> Iterator[Check]:
             first = [rank for rank in first if rank.count == fewest]
         for rank in first:
             fix = f"Look at the machine {rank.host} (is it up, is its disk full?), then continue with --resume."
-            reason = f"has been silent for {_time(rank.age_s)} {_was(rank)}"
+            since = f"has been silent for {_time(rank.age_s)}" if rank.age_s > SILENT_S else "writes no heartbeats"
+            reason = f"{since} {_was(rank)}"
             yield _accuse(rank.rank, "fail", reason, fix, rule="rank-silent")
         return
     for rank in going:
@@ -306,52 +202,10 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
             yield row
 
 
-def _failure(logs: Path, beats: Mapping[int, Beat]) -> Failure | None:
+def _failure(logs: Path, ranks: Sequence[RankState]) -> Failure | None:
     """Returns what the first failing rank of this start left."""
-    names = {f"failure-{beat.run}.json" for beat in beats.values()}
+    names = {f"failure-{rank.run}.json" for rank in ranks if rank.run}
     return next((read_failure(path) for path in find_failures(logs) if path.name in names), None)
-
-
-def _size_and_error(log: Path) -> tuple[int, str]:
-    """Returns (number of ranks, last error) of a rank's log, since its last start; (0, "") without one."""
-    try:
-        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return 0, ""
-    starts = [number for number, line in enumerate(lines) if _START.search(line)]
-    match = _START.search(lines[starts[-1]]) if starts else None
-    lines = lines[starts[-1] :] if starts else lines
-    errors = [number for number, line in enumerate(lines) if _ERROR.match(line)]
-    if not errors or any(_STAMP.match(line) for line in lines[errors[-1] + 1 :]):
-        return int(match[1]) if match else 0, ""
-    told = [line for line in lines[errors[-1] :] if line.strip()]
-    words = told[-1].strip() if len(told) > 1 else (_ERROR.match(told[0]) or [""])[2]
-    return int(match[1]) if match else 0, words[:300].rstrip(".")
-
-
-def _process(beat: Beat) -> str:
-    """Returns "gone" or "stopped" for a rank on this machine whose process is so; "" where it runs, or elsewhere."""
-    if beat.host != socket.gethostname():
-        return ""
-    try:
-        process = psutil.Process(beat.pid)
-        status = process.status()
-        if process.create_time() > beat.time + 1.0:
-            return "gone"  # the number belongs to another process by now
-    except psutil.NoSuchProcess:
-        return "gone"
-    if status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
-        return "gone"
-    return "stopped" if status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP) else ""
-
-
-def _is_over(beat: Beat) -> bool:
-    return beat.operation == "finished" or beat.operation.startswith("stopped:")
-
-
-def _waits(beat: Beat) -> bool:
-    """A collective that the rank is in stands in brackets behind the phase."""
-    return beat.operation.endswith(")")
 
 
 def _is_waiting(rank: RankState) -> bool:
