@@ -48,7 +48,7 @@ def main():
     assert [a.token_ids for a in engine.generate(requests[:1])] == [found[0]["token_ids"]]
     engine.reload(other)
     found += [dataclasses.asdict(answer) for answer in engine.generate(requests[:1])]
-    weights = sum(parameter.nbytes for parameter in engine.decoder.parameters())
+    weights = engine.budget.weights_bytes
     print(json.dumps({"answers": found, "weights": weights, "kv": engine.budget.bytes_per_token}))
     if size > 1:
         engine.decoder.close()

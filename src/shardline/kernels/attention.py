@@ -9,7 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["attention", "causal_mask"]
+Attended = tuple[Tensor, Tensor]  # o_BTNH and the fp32 logarithm of the sums of its exponentials, [B, T, N]
+
+__all__ = ["attention", "attention_and_sums", "causal_mask", "join_attention"]
 
 
 def attention(
@@ -53,6 +55,35 @@ def attention(
     )
     o_BTNH = o_BNTH.transpose(1, 2)
     return o_BTNH if alibi is None or mask_BTS is None else _without_blind_rows(o_BTNH, mask_BTS)
+
+
+def attention_and_sums(
+    q_BTNH: Tensor, k_BSNH: Tensor, v_BSNH: Tensor, *, mask_BTS: Tensor | None = None, scale: float
+) -> Attended:
+    """Returns what `attention` does, and what it takes to join it with attention to other keys.
+
+    Each query head has a key head. Every row has to see something.
+    """
+    q, k, v = (x.transpose(1, 2) for x in (q_BTNH, k_BSNH, v_BSNH))
+    bias = None
+    if mask_BTS is not None:
+        bias = torch.zeros(mask_BTS.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask_BTS, float("-inf"))
+        bias = bias.unsqueeze(1)
+    if q.device.type == "cpu":
+        o_BNTH, sums_BNT = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, False, attn_mask=bias, scale=scale
+        )
+    else:
+        scores = (q @ k.transpose(-1, -2)).float() * scale
+        scores = scores if bias is None else scores + bias
+        o_BNTH, sums_BNT = scores.softmax(-1).to(v.dtype) @ v, scores.logsumexp(-1)
+    return o_BNTH.transpose(1, 2), sums_BNT.transpose(1, 2)
+
+
+def join_attention(one: Attended, other: Attended) -> Tensor:
+    """Returns o_BTNH of attention to the keys of both (Rabe and Staats, 2021, arXiv:2112.05682)."""
+    share_BTN1 = torch.sigmoid(one[1] - other[1]).unsqueeze(-1).to(one[0].dtype)
+    return torch.lerp(other[0], one[0], share_BTN1)
 
 
 def _softcapped(

@@ -2,23 +2,20 @@
 
     y = linear(x, weight, bias)
 
-A weight is a tensor, or a `PackedWeight` that computes its own products (quantised ones do).
+A weight is a tensor, or a `PackedWeight` that computes its own products: quantised, or in another order in memory.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardline.kernels.invariance import fixed_linear, is_batch_invariant
 
-_FEW_ROWS, _SHORT_ROW = 4, 1024
-_HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-
-__all__ = ["Embedding", "Linear", "PackedWeight", "embedding", "linear"]
+__all__ = ["Embedding", "Linear", "PackedWeight", "embedding", "joint", "linear"]
 
 
 class PackedWeight(nn.Module, ABC):
@@ -37,6 +34,10 @@ class PackedWeight(nn.Module, ABC):
     def rows(self, ids: Tensor) -> Tensor:
         """Returns rows of W as fp32, [..., K]."""
 
+    @abstractmethod
+    def release(self) -> None:
+        """Gives the memory back; what it held is lost, and it must be replaced before anything asks for a product."""
+
 
 def linear(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None) -> Tensor:
     """Returns x W^T + b, [..., N], in the dtype of `x`."""
@@ -45,43 +46,15 @@ def linear(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None)
         return out if bias is None else out + bias
     if is_batch_invariant():
         return fixed_linear(x, weight, bias)
-    if _is_plain_inference(x, weight):
-        return _inference(x, weight, bias)
     return F.linear(x, weight, bias)
 
 
-def _is_plain_inference(x: Tensor, weight: Tensor) -> bool:
-    """fp32 on the CPU in inference mode, as serving runs; training and its evaluation keep what they are held to."""
-    return (
-        torch.is_inference_mode_enabled()
-        and x.device.type == "cpu"
-        and x.dtype == weight.dtype == torch.float32
-        and x.numel() > 0
-        and not torch.is_autocast_enabled("cpu")
-        and not torch.compiler.is_compiling()
-    )
-
-
-def _inference(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
-    """Returns what `F.linear` does by the library and the order that read weights fastest (docs/decisions/0014).
-
-    `F.linear` calls MKL, which reads the weights at half of memory's speed for a few rows, and on AMD's processors does
-    not use AVX-512. oneDNN, which PyTorch has too, is faster but for 2 to 4 short rows, where MKL's W x^T is.
-    """
-    num_features = weight_NK.shape[1]
-    num_rows = x.numel() // num_features
-    if num_rows <= _FEW_ROWS and num_features <= _SHORT_ROW and torch.backends.mkl.is_available():
-        x_RK = x.reshape(-1, num_features)
-        pair_RK = torch.cat((x_RK, x_RK)) if num_rows == 1 else x_RK  # one alone goes to a routine that is slow
-        out_RN = torch.mm(weight_NK, pair_RK.t()).t()[:num_rows].contiguous()
-        out = out_RN.view(*x.shape[:-1], -1)
-        return out if bias_N is None else out + bias_N
-    if not _HAS_ONEDNN:
-        return F.linear(x, weight_NK, bias_N)
-    # The op wants two dims or more.
-    rows = x.unsqueeze(0) if x.ndim == 1 else x
-    out = torch.ops.mkldnn._linear_pointwise(rows, weight_NK, bias_N, "none", [], "")
-    return out.squeeze(0) if x.ndim == 1 else out
+def joint(x: Tensor, *maps: Linear) -> tuple[Tensor, ...]:
+    """Returns what each of several maps makes of `x`, by one product where serving has joined their weights."""
+    joined = maps[0].joined
+    if joined is None:
+        return tuple(each(x) for each in maps)
+    return joined(x).split([each.out_features for each in maps], dim=-1)
 
 
 def embedding(ids: Tensor, weight: Tensor | PackedWeight) -> Tensor:
@@ -90,7 +63,14 @@ def embedding(ids: Tensor, weight: Tensor | PackedWeight) -> Tensor:
 
 
 class Linear(nn.Linear):
-    """PyTorch's module over `linear`."""
+    """PyTorch's module over `linear`.
+
+    joined   the map whose outputs are this one's and those of others that read the same input, one after the other
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.joined: Linear | None = None
 
     def forward(self, input: Tensor) -> Tensor:
         return linear(input, self.weight, self.bias)

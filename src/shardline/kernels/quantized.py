@@ -59,6 +59,9 @@ class Int8Weight(PackedWeight):
     def num_bytes(self) -> int:
         return self._values.nbytes + self._scales.nbytes
 
+    def release(self) -> None:
+        del self._values, self._scales
+
     def dequantize(self) -> Tensor:
         return self._values.float() * self._scales.unsqueeze(1)
 
@@ -151,6 +154,9 @@ class Int4Weight(PackedWeight):
     @property
     def num_bytes(self) -> int:
         return self._packed.nbytes + self._scales_and_zeros.nbytes
+
+    def release(self) -> None:
+        del self._packed, self._scales_and_zeros
 
     def dequantize(self) -> Tensor:
         """Returns the weight that it stands for, fp32 [N, K]."""

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from shardline.kernels import Linear, attention, causal_mask, fixed_document_attention, is_batch_invariant
+from shardline.kernels import Linear, attention, causal_mask, fixed_document_attention, is_batch_invariant, joint
 from shardline.models.config import DecoderConfig
 from shardline.models.norm import make_norm
 from shardline.models.positions import alibi_slopes, rotate
@@ -146,9 +146,8 @@ class SelfAttention(nn.Module):
 
     def forward(self, x_BTD: Tensor, cos_sin: tuple[Tensor, Tensor] | None, attention: Attention) -> Tensor:
         heads = (*x_BTD.shape[:2], -1, self._head_dim)
-        q_BTNH = self.q_proj(x_BTD).view(heads)
-        k_BTKH = self.k_proj(x_BTD).view(heads)
-        v_BTKH = self.v_proj(x_BTD).view(heads)
+        projected = joint(x_BTD, self.q_proj, self.k_proj, self.v_proj)
+        q_BTNH, k_BTKH, v_BTKH = (each.view(heads) for each in projected)
         if self._qk_norm:
             q_BTNH, k_BTKH = self.q_norm(q_BTNH), self.k_norm(k_BTKH)
         if cos_sin is not None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardline.kernels import ACTIVATIONS, Linear, linear
+from shardline.kernels import ACTIVATIONS, Linear, joint, linear
 from shardline.models.config import DecoderConfig
 
 __all__ = ["BalanceLoss", "Experts", "FeedForward", "MixtureOfExperts", "make_feedforward"]
@@ -22,15 +22,16 @@ class FeedForward(nn.Module):
     def __init__(self, config: DecoderConfig, *, size: int) -> None:
         super().__init__()
         self._activation = ACTIVATIONS[config.activation]
-        self._gated = config.gated
+        self.is_gated = config.gated
         if config.gated:
             self.gate_proj = Linear(config.hidden_size, size, bias=config.mlp_bias)
         self.up_proj = Linear(config.hidden_size, size, bias=config.mlp_bias)
         self.down_proj = Linear(size, config.hidden_size, bias=config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self._gated:
-            return self.down_proj(self._activation(self.gate_proj(x)) * self.up_proj(x))
+        if self.is_gated:
+            gate, up = joint(x, self.gate_proj, self.up_proj)
+            return self.down_proj(self._activation(gate) * up)
         return self.down_proj(self._activation(self.up_proj(x)))
 
 

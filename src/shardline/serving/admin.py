@@ -29,7 +29,7 @@ from shardline.serving.async_engine import AsyncEngine
 from shardline.serving.engine import Engine
 from shardline.serving.errors import ConflictError, RequestError, ServingError
 from shardline.serving.metrics import Metrics
-from shardline.serving.sleep import Released, give_back, kv_tensors, weight_tensors
+from shardline.serving.sleep import Released, drop_packed_weights, give_back, kv_tensors, weight_tensors
 
 __all__ = ["Admin", "ReloadBody", "SleepBody", "WakeBody"]
 
@@ -174,7 +174,7 @@ def _release(engine: Engine, *, weights: bool) -> list[Released]:
     engine.reset_prefix_cache()
     released = [give_back(kv_tensors(engine))]
     if weights:
-        released.append(give_back(weight_tensors(engine)))
+        released += [give_back(weight_tensors(engine)), drop_packed_weights(engine)]
     return released
 
 

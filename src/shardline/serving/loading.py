@@ -15,10 +15,11 @@ import torch
 from shardline.checkpoints.huggingface import load_decoder, read_config
 from shardline.checkpoints.native import find_model_folder
 from shardline.config.errors import ShardlineError, UsageError
-from shardline.kernels import PackedWeight
+from shardline.kernels import PackedWeight, ReorderedWeight
 from shardline.models.decoder import Decoder
 from shardline.serving.engine_config import DTYPES, EngineConfig
 from shardline.serving.quantize import load_quantized, quantization_of, quantize_decoder
+from shardline.serving.reorder import reorder_decoder
 from shardline.serving.tensor_parallel import TensorParallelDecoder, start_tensor_parallel
 
 __all__ = ["open_decoder", "open_draft", "replace_weights"]
@@ -26,6 +27,11 @@ __all__ = ["open_decoder", "open_draft", "replace_weights"]
 
 def open_decoder(folder: str | Path, config: EngineConfig) -> Decoder | TensorParallelDecoder:
     """Returns a folder's decoder as `config` wants it served; with tensor parallelism this starts processes."""
+    decoder = _open(folder, config)
+    return decoder if isinstance(decoder, TensorParallelDecoder) else _reordered(decoder, config)
+
+
+def _open(folder: str | Path, config: EngineConfig) -> Decoder | TensorParallelDecoder:
     folder = find_model_folder(folder)
     stored = quantization_of(folder)
     if config.quantization != "none" and stored not in (None, config.quantization):
@@ -45,11 +51,17 @@ def open_decoder(folder: str | Path, config: EngineConfig) -> Decoder | TensorPa
     return decoder if kind == "none" else quantize_decoder(decoder, kind)
 
 
+def _reordered(decoder: Decoder, config: EngineConfig) -> Decoder:
+    """In the batch-invariant mode products are the trainer's; an adapter needs the maps that it adds to."""
+    return decoder if config.batch_invariant else reorder_decoder(decoder, join=not config.adapters)
+
+
 def open_draft(config: EngineConfig) -> Decoder | None:
     """Returns the model that guesses, where there is one."""
     if config.speculative != "draft" or config.speculative_model is None:
         return None
-    return load_decoder(find_model_folder(config.speculative_model), dtype=DTYPES[config.dtype])
+    draft = load_decoder(find_model_folder(config.speculative_model), dtype=DTYPES[config.dtype])
+    return _reordered(draft, config)
 
 
 @torch.no_grad()
@@ -73,7 +85,10 @@ def replace_weights(decoder: Decoder | TensorParallelDecoder, folder: str | Path
     if isinstance(decoder, TensorParallelDecoder):
         decoder.load(folder)
         return
-    fresh = open_decoder(folder, config)
+    fresh = _open(folder, config)
+    assert isinstance(fresh, Decoder), "the decoder that is served is not shared by processes"
+    if any(isinstance(module, ReorderedWeight) for module in decoder.modules()):
+        fresh = _reordered(fresh, config)
     packed = {name: module for name, module in fresh.named_modules() if isinstance(module, PackedWeight)}
     parameters = dict(fresh.named_parameters())
     if parameters.keys() != dict(decoder.named_parameters()).keys():

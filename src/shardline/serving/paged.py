@@ -3,7 +3,8 @@
 Serving runs the trainer's decoder; only this backend differs. Rows of a step come flattened as one batch row of T
 tokens: first the sequences that compute a single token (decode), then the chunks of prompts, one after the other.
 Decode rows are gathered by block table and attended together; the query heads that share a key head become query
-rows, so no key is copied per head. Each chunk of a prompt attends alone, to what is cached of its own sequence.
+rows, so no key is copied per head. Blocks that rows share are read once for all of them. Each chunk of a prompt attends
+alone, to what is cached of its own sequence.
 
 Shapes: T tokens of the step, B decode rows, M blocks in the widest table, S key tokens, N query heads, K key/value
 heads, G = N / K, H head size.
@@ -18,7 +19,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardline.kernels import attention, causal_mask, fixed_attention, is_batch_invariant
+from shardline.kernels import (
+    attention,
+    attention_and_sums,
+    causal_mask,
+    fixed_attention,
+    is_batch_invariant,
+    join_attention,
+)
 from shardline.models.attention import AttentionSpec
 from shardline.models.config import DecoderConfig
 
@@ -143,12 +151,18 @@ def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeGroup:
-    """Decode rows `first` to `first + size - 1`, of similar lengths; tables padded with block 0 to the widest."""
+    """Decode rows `first` to `first + size - 1`, of similar lengths.
+
+    shared   [M] int64, blocks that every row's sequence begins with; None: they share none
+    tables   [B * M] int64, the blocks after those, padded with block 0 to the widest
+    lengths  tokens that each row sees, shared ones and itself included
+    """
 
     first: int
     size: int
-    tables: Tensor  # [B * M] int64
-    lengths: list[int]  # tokens that each row sees, itself included
+    shared: Tensor | None
+    tables: Tensor
+    lengths: list[int]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -210,6 +224,8 @@ class PagedAttention:
                 alibi=(spec.alibi_slopes, distance_B1S),
             ).squeeze(1)
         q_BGKH = rows.view(num_rows, num_kv_heads, -1, head_dim).transpose(1, 2)
+        if group.shared is not None:
+            return self._decode_shared(group, group.shared, q_BGKH, k_BSKH, v_BSKH, spec)
         if num_rows == 1:  # exact slices instead of a mask
             end = group.lengths[0]
             begin = 0 if spec.window is None else max(0, end - spec.window)
@@ -219,6 +235,20 @@ class PagedAttention:
             mask_BGS = mask_BGS.expand(-1, q_BGKH.shape[1], -1)
         o_BGKH = attention(q_BGKH, k_BSKH, v_BSKH, mask_BTS=mask_BGS, scale=spec.scale, softcap=spec.softcap)
         return o_BGKH.transpose(1, 2).reshape(num_rows, -1, head_dim)
+
+    def _decode_shared(
+        self, group: DecodeGroup, shared: Tensor, q_BGKH: Tensor, k_BSKH: Tensor, v_BSKH: Tensor, spec: AttentionSpec
+    ) -> Tensor:
+        """Attends each row to its own blocks and all rows together to the blocks they share, and joins the two."""
+        mask_B1S = self._decode_mask(group, k_BSKH.shape[1], None, skipped=len(shared) * self._cache.block_size)
+        mask_BGS = mask_B1S.expand(-1, q_BGKH.shape[1], -1)
+        own = attention_and_sums(q_BGKH, k_BSKH, v_BSKH, mask_BTS=mask_BGS, scale=spec.scale)
+        k_SKH, v_SKH = self._cache.read(spec.layer, shared)
+        q_1TKH = q_BGKH.flatten(0, 1).unsqueeze(0)
+        o_1TKH, sums_1TK = attention_and_sums(q_1TKH, k_SKH.unsqueeze(0), v_SKH.unsqueeze(0), scale=spec.scale)
+        together = o_1TKH.view_as(q_BGKH), sums_1TK.view(q_BGKH.shape[:3])
+        o_BGKH = join_attention(own, together)
+        return o_BGKH.transpose(1, 2).reshape(len(q_BGKH), -1, q_BGKH.shape[-1])
 
     def _prefill(
         self, chunk: PrefillChunk, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, spec: AttentionSpec
@@ -247,10 +277,10 @@ class PagedAttention:
             q_BTNH, k_BSKH, v_BSKH, mask_BTS=mask_BTS, scale=spec.scale, softcap=spec.softcap, alibi=alibi
         )[0]
 
-    def _decode_mask(self, group: DecodeGroup, num_keys: int, window: int | None) -> Tensor:
+    def _decode_mask(self, group: DecodeGroup, num_keys: int, window: int | None, *, skipped: int = 0) -> Tensor:
         key = (group.first, window)
         if key not in self._masks:
-            lengths_B11 = torch.tensor(group.lengths).view(-1, 1, 1)
+            lengths_B11 = torch.tensor(group.lengths).view(-1, 1, 1) - skipped
             index_S = torch.arange(num_keys)
             mask_B1S = index_S < lengths_B11
             if window is not None:

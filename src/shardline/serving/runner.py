@@ -20,7 +20,7 @@ from torch import Tensor
 
 from shardline.kernels import is_batch_invariant
 from shardline.models.decoder import Decoder
-from shardline.serving.blocks import PADDING_BLOCK
+from shardline.serving.decode_groups import arrange
 from shardline.serving.lora import Adapters
 from shardline.serving.paged import DecodeGroup, KVCache, PagedAttention, PrefillChunk, StepInputs
 from shardline.serving.sampler import Sampled, Sampler, top_logprobs
@@ -31,7 +31,6 @@ from shardline.serving.tensor_parallel import TensorParallelDecoder
 __all__ = ["Computed", "Runner"]
 
 HEAD_ROWS = 256  # prompt positions scored at a time: logits of a whole prompt could be gigabytes
-MAX_PADDING = 2.0  # decode rows padded to more than this many times their length start a group of their own
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,12 +62,15 @@ class Runner:
         self._cache = cache
         self._sampler = sampler
         self._adapters = adapters
+        # What is not plain softmax attention over everything before isn't computed in two parts.
+        config = decoder.config
+        special = config.position == "alibi" or config.attention_softcap is not None or any(config.sliding_windows)
+        self._may_share = not special
 
     @torch.inference_mode()
     def run(self, schedule: Schedule) -> Computed:
         """Computes the schedule's chunks. Log-probabilities of prompt tokens and pooled states go to the sequences."""
-        chunks = sorted(schedule.chunks, key=_decodes_first)
-        x_TD, last_rows = self._hidden(chunks)
+        x_TD, chunks, last_rows = self._hidden(schedule.chunks)
         for chunk, last_row in zip(chunks, last_rows, strict=True):
             request = chunk.sequence.request
             if request.sampling.prompt_logprobs is not None:
@@ -98,23 +100,22 @@ class Runner:
     @torch.inference_mode()
     def greedy(self, chunks: Items[Chunk]) -> list[int]:
         """Computes chunks and returns the likeliest token after each."""
-        ordered = sorted(chunks, key=_decodes_first)
-        x_TD, last_rows = self._hidden(ordered)
+        x_TD, ordered, last_rows = self._hidden(chunks)
         tokens = self._decoder.head(x_TD[last_rows]).argmax(-1).tolist()
         by_request = {chunk.sequence.request_id: token for chunk, token in zip(ordered, tokens, strict=True)}
         return [by_request[chunk.sequence.request_id] for chunk in chunks]
 
-    def _hidden(self, chunks: list[Chunk]) -> tuple[Tensor, list[int]]:
-        """Returns what the head reads, [T, D], and the last row of each chunk; decode chunks must come first."""
-        inputs, last_rows = self._prepare(chunks)
-        with self._adapting(chunks):
+    def _hidden(self, chunks: Items[Chunk]) -> tuple[Tensor, list[Chunk], list[int]]:
+        """Returns what the head reads, [T, D], the chunks in the order of its rows, and the last row of each."""
+        inputs, ordered, last_rows = self._prepare(chunks)
+        with self._adapting(ordered):
             x_TD = self._decoder.hidden_states(
                 inputs.tokens_T.unsqueeze(0),
                 positions_BT=inputs.positions_T.unsqueeze(0),
                 lengths_BT=None if inputs.lengths_T is None else inputs.lengths_T.unsqueeze(0),
                 attention=PagedAttention(self._cache, inputs),
             )[0]
-        return x_TD, last_rows
+        return x_TD, ordered, last_rows
 
     def _adapting(self, chunks: list[Chunk]) -> AbstractContextManager[None]:
         if self._adapters is None or all(chunk.sequence.request.adapter is None for chunk in chunks):
@@ -122,10 +123,19 @@ class Runner:
         names = [chunk.sequence.request.adapter for chunk in chunks for _ in range(chunk.num_tokens)]
         return self._adapters.active(names)
 
-    def _prepare(self, chunks: list[Chunk]) -> tuple[StepInputs, list[int]]:
-        """Returns the step's tensors and the last row of each chunk; decode chunks come first."""
+    def _prepare(self, scheduled: Items[Chunk]) -> tuple[StepInputs, list[Chunk], list[int]]:
+        """Returns the step's tensors, the chunks in the order of the rows (single tokens, by group, then prompts as
+        scheduled), and the last row of each chunk.
+        """
         block_size = self._cache.block_size
-        num_decodes = sum(chunk.num_tokens == 1 for chunk in chunks)
+        groups = arrange(
+            [chunk for chunk in scheduled if chunk.num_tokens == 1],
+            block_size=block_size,
+            share=self._may_share and not is_batch_invariant(),
+        )
+        chunks = [chunk for group in groups for chunk in group.chunks]
+        num_decodes = len(chunks)
+        chunks += [chunk for chunk in scheduled if chunk.num_tokens > 1]
         tokens = list(chain.from_iterable(chunk.sequence.tokens(chunk.start, chunk.num_tokens) for chunk in chunks))
         positions = np.empty(len(tokens), dtype=np.int64)
         slots = np.empty(len(tokens), dtype=np.int64)
@@ -149,15 +159,28 @@ class Runner:
             )
             row += chunk.num_tokens
             last_rows.append(row - 1)
+        decodes = []
+        first = 0
+        for group in groups:
+            decodes.append(
+                DecodeGroup(
+                    first=first,
+                    size=len(group.chunks),
+                    shared=torch.tensor(group.shared) if group.shared else None,
+                    tables=torch.from_numpy(group.tables.reshape(-1)),
+                    lengths=[chunk.start + 1 for chunk in group.chunks],
+                )
+            )
+            first += len(group.chunks)
         inputs = StepInputs(
             tokens_T=torch.from_numpy(np.array(tokens, dtype=np.int64)),
             positions_T=torch.from_numpy(positions),
             lengths_T=self._lengths(chunks) if self._decoder.config.rope.depends_on_length else None,
             slots_T=torch.from_numpy(slots),
-            decodes=list(_group_decodes(chunks[:num_decodes], block_size)),
+            decodes=decodes,
             prefills=prefills,
         )
-        return inputs, last_rows
+        return inputs, chunks, last_rows
 
     def _lengths(self, chunks: list[Chunk]) -> Tensor:
         lengths = [chunk.sequence.num_tokens for chunk in chunks]
@@ -192,33 +215,3 @@ def _pool(chunk: Chunk, x_TD: Tensor) -> None:
     if chunk.start > 0:  # a sequence that was preempted starts again
         total_D += torch.tensor(sequence.pooled, dtype=torch.float64)
     sequence.pooled = total_D.tolist()
-
-
-def _decodes_first(chunk: Chunk) -> tuple[bool, int]:
-    """Single tokens first, longest context first, so that neighbours pad little; then prompts as scheduled."""
-    return (False, -chunk.start) if chunk.num_tokens == 1 else (True, 0)
-
-
-def _group_decodes(chunks: list[Chunk], block_size: int) -> list[DecodeGroup]:
-    """Cuts decode rows, longest first, where padding to the group's longest would cost more than it saves."""
-    groups = []
-    first = 0
-    for row in range(1, len(chunks) + 1):
-        if row < len(chunks) and (chunks[row].start + 1) * MAX_PADDING >= chunks[first].start + 1:
-            continue
-        members = chunks[first:row]
-        width = members[0].start // block_size + 1
-        tables = np.full((len(members), width), PADDING_BLOCK, dtype=np.int64)
-        for index, chunk in enumerate(members):
-            num_blocks = chunk.start // block_size + 1
-            tables[index, :num_blocks] = chunk.sequence.block_table[:num_blocks]
-        groups.append(
-            DecodeGroup(
-                first=first,
-                size=len(members),
-                tables=torch.from_numpy(tables.reshape(-1)),
-                lengths=[chunk.start + 1 for chunk in members],
-            )
-        )
-        first = row
-    return groups

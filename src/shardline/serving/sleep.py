@@ -20,9 +20,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from shardline.kernels import PackedWeight
 from shardline.serving.engine import Engine
 
-__all__ = ["Released", "give_back", "kv_tensors", "weight_tensors"]
+__all__ = ["Released", "drop_packed_weights", "give_back", "kv_tensors", "weight_tensors"]
 
 _MADV_DONTNEED = 4
 
@@ -49,6 +50,16 @@ def kv_tensors(engine: Engine) -> list[Tensor]:
 def weight_tensors(engine: Engine) -> list[Tensor]:
     """Returns what a reload writes again: the decoder's parameters."""
     return [parameter.data for parameter in engine.decoder.parameters()]
+
+
+def drop_packed_weights(engine: Engine) -> Released:
+    """Drops quantised and reordered weights: a reload puts others in their place."""
+    num_bytes = 0
+    for module in engine.decoder.modules():
+        if isinstance(module, PackedWeight):
+            num_bytes += module.num_bytes
+            module.release()
+    return Released(num_bytes=num_bytes)
 
 
 def give_back(tensors: Iterable[Tensor]) -> Released:
