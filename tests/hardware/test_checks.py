@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import os
+import re
 import string
 import subprocess
 import sys
@@ -13,7 +14,8 @@ import pytest
 
 from hardware.machines import machine as plain_machine
 from hardware.recorded import NAMES, description, machine, values
-from shardline.cli.main import main
+from shardline.cli.main import VERBS, main
+from shardline.config import iter_fields
 from shardline.hardware.checks import checks_text, examine, to_json, verdict_of
 from shardline.hardware.conditions import holds, names_in, version_key
 from shardline.hardware.facts import framework_facts, gpu_facts, machine_facts
@@ -83,6 +85,16 @@ def test_rules_are_well_formed():
         assert rule.line in lines, rule.id
         assert rule.source, rule.id
         assert rule.date <= datetime.date.today()
+
+
+def test_config_keys_and_commands_in_fixes_exist():
+    keys = {name for name, _ in iter_fields()}
+    verbs = set()
+    for rule in rules():
+        named = re.findall(r"\b(?:train|parallel|checkpoint|data|model|optimizer)\.[a-z_]+", rule.fix)
+        assert set(named) <= keys, rule.id
+        verbs |= set(re.findall(r"`shardline (\w+)`", rule.fix))
+    assert verbs <= VERBS.keys()
 
 
 def test_what_is_not_known_accuses_nobody():

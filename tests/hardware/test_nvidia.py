@@ -107,6 +107,11 @@ def test_the_open_kernel_module_without_the_program(tmp_path, monkeypatch):
     )
     found = probe_nvidia(root=tmp_path)
     assert (found.driver, found.nodes, found.gpus) == ("580.65.06", False, ())
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev/nvidiactl").touch()
+    assert not probe_nvidia(root=tmp_path).nodes
+    (tmp_path / "dev/nvidia3").touch()
+    assert probe_nvidia(root=tmp_path).nodes
 
 
 @pytest.mark.parametrize(

@@ -282,8 +282,8 @@ def test_a_folder_without_a_run_is_an_error(tmp_path):
 
 
 def test_the_verb_names_the_rank_and_gives_no_host_away(run, capsys):
-    beat(run, 0, time=time.time() - 60)
-    beat(run, 1, operation="gradients (all-reduce)")
+    beat(run, 0, time=time.time() - 90)
+    beat(run, 1, time=time.time() - 60, operation="gradients (all-reduce)")
     assert main(["doctor", "--run", str(run)]) == 1
     assert "fail  odd rank  rank 0: has been silent for" in capsys.readouterr().out
     assert main(["doctor", "--run", str(run), "--json", "--redact"]) == 1

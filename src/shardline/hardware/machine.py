@@ -84,7 +84,7 @@ class Nvidia:
     cuda_max: str | None = None  # the newest CUDA of this driver, not the one that is installed
     gpus: tuple[NvidiaGpu, ...] = ()
     links: tuple[tuple[str, ...], ...] = ()
-    nodes: bool | None = None  # whether /dev/nvidia0 (or WSL's /dev/dxg) is there
+    nodes: bool | None = None  # whether there is a /dev/nvidiaN (or WSL's /dev/dxg)
     error: str = ""  # what nvidia-smi said instead of an answer
 
 

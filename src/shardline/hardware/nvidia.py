@@ -49,7 +49,8 @@ Ask = Callable[[Sequence[str]], tuple[int, str]]
 def probe_nvidia(*, ask: Ask | None = None, root: Path = Path("/")) -> Nvidia | None:
     """Returns what there is of NVIDIA; `ask` and `root` let tests present another machine's answers and files."""
     module = _kernel_module(root)
-    nodes = (root / "dev/nvidia0").exists() or (root / "dev/dxg").exists()
+    # A container may be given any of the GPUs, and not the first; WSL has one node for all.
+    nodes = any((root / "dev").glob("nvidia[0-9]*")) or (root / "dev/dxg").exists()
     if ask is None:
         program = shutil.which("nvidia-smi") or _first_file(root / "usr/lib/wsl/lib/nvidia-smi")
         if program is None:
