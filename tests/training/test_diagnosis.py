@@ -46,7 +46,10 @@ def beat(folder: Path, rank: int, **changes) -> None:
         "pid": 4711,
         "host": ELSEWHERE,
     }
-    heartbeat_path(folder / "logs", rank).write_text(json.dumps(asdict(Beat(**{**values, **changes}))))
+    path = heartbeat_path(folder / "logs", rank)
+    scratch = path.with_suffix(".tmp")
+    scratch.write_text(json.dumps(asdict(Beat(**{**values, **changes}))))
+    os.replace(scratch, path)  # a reader sees a whole file, as it does of the real thing
 
 
 def log(run: Path, rank: int, *, of: int):
@@ -125,7 +128,7 @@ def test_the_slow_rank_is_named_after_several_looks(run):
     thread.start()
     try:
         time.sleep(0.6)
-        found, accused = odd(run, watch_s=1.6)
+        found, accused = odd(run, watch_s=2.4)
     finally:
         stop.set()
         thread.join()
