@@ -129,7 +129,7 @@ def _statements(rule: Rule, guilty: Sequence[Mapping[str, Any]], *, num_gpus: in
     groups: dict[tuple[str, str], list[int]] = {}
     for facts in guilty:
         named = {**facts, "gpus": _GPUS}
-        words = rule.sentence.format_map(named), rule.fix.format_map(named)
+        words = rule.sentence.format_map(named).rstrip("."), rule.fix.format_map(named)  # others' words end in one
         groups.setdefault(words, []).append(facts.get("gpu", 0))
     return [
         (reason.replace(_GPUS, _gpus(numbers, num_gpus)), fix.replace(_GPUS, _gpus(numbers, num_gpus)))
