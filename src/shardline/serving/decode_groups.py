@@ -19,7 +19,7 @@ from shardline.serving.scheduler import Chunk
 
 __all__ = ["Arranged", "arrange"]
 
-MAX_PADDING = 2.0  # rows padded to more than this many times their length start a group of their own
+MAX_PADDING = 1.5  # rows padded to more than this many times their length start a group of their own
 MIN_SAVED_BLOCKS = 32  # that sharing spares to read; its two more calls a layer cost about as much as 16
 
 

@@ -91,7 +91,9 @@ class Runner:
     def sample(self, computed: Computed, rows: Items[int], sequences: list[Sequence]) -> list[Sampled]:
         """Returns one choice for each of these rows of logits; row and sequence belong together."""
         assert computed.logits_RV is not None
-        logits_RV = computed.logits_RV[list(rows)]
+        logits_RV = computed.logits_RV
+        if list(rows) != list(range(len(logits_RV))):  # copies them: a batch's are tens of megabytes
+            logits_RV = logits_RV[list(rows)]
         if is_batch_invariant():  # how many candidates a row is drawn from depends on the others'
             alone = zip(logits_RV.split(1), sequences, strict=True)
             return [choice for row_1V, sequence in alone for choice in self._sampler.sample(row_1V, [sequence])]
