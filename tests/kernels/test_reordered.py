@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import psutil
 import pytest
 import torch
 import torch.nn.functional as F
 
 from shardline.kernels import ReorderedWeight, can_reorder, embedding, linear
+from shardline.kernels.reordered import padded_rows
 
 needs_the_library = pytest.mark.skipif(
     not can_reorder(torch.zeros(1, 1)), reason="oneDNN's order of weights is for x86 processors"
@@ -45,6 +47,29 @@ def test_an_embedding_that_is_the_head_too_is_read_by_row_and_multiplied():
     torch.testing.assert_close(linear(x, weight), F.linear(x, plain))
     assert weight.num_bytes == 2 * plain.nbytes
     assert ReorderedWeight(plain).num_bytes == plain.nbytes
+
+
+def test_few_numbers_of_rows_are_computed_and_little_is_wasted():
+    """The library keeps half a megabyte of code for each number and shape, for ever."""
+    padded = [padded_rows(num_rows) for num_rows in range(1, 1025)]
+    assert len(set(padded)) <= 40
+    assert all(num_rows <= each <= 1.25 * num_rows + 3 for num_rows, each in enumerate(padded, start=1))
+    assert padded[:4] == [1, 2, 4, 4]
+    assert padded_rows(100_001) == 100_096
+
+
+@needs_the_library
+def test_memory_does_not_grow_with_the_numbers_of_rows_met():
+    process = psutil.Process()
+    weight, x = ReorderedWeight(torch.randn(512, 256)), torch.randn(300, 256)
+    with torch.inference_mode():
+        for num_rows in sorted({padded_rows(n) for n in range(1, 301)}):
+            weight.product(x[:num_rows])
+        before = process.memory_info().rss
+        for num_rows in range(1, 301):
+            weight.product(x[:num_rows])
+        grown = process.memory_info().rss - before
+    assert grown < 20 * 2**20  # 150 MB without padding
 
 
 def test_other_types_are_not_reordered():
