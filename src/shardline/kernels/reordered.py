@@ -67,7 +67,9 @@ class ReorderedWeight(PackedWeight):
             return x.new_empty((*x.shape[:-1], self.shape[0]))
         x_RK = x.reshape(-1, self.shape[1])
         num_rows = len(x_RK)
-        x_RK = F.pad(x_RK, (0, 0, 0, padded_rows(num_rows) - num_rows))
+        padding = padded_rows(num_rows) - num_rows
+        if padding:
+            x_RK = F.pad(x_RK, (0, 0, 0, padding))
         out_RN = torch.ops.mkldnn._linear_pointwise(x_RK, self._reordered, None, "none", [], "")
         return out_RN[:num_rows].view(*x.shape[:-1], self.shape[0])
 
