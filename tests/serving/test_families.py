@@ -11,6 +11,7 @@ from serving.tiny_models import make_request
 from shardline.checkpoints.huggingface import load_decoder
 from shardline.models.attention import DenseAttention
 from shardline.serving.engine import Engine, EngineConfig
+from shardline.serving.loading import open_decoder
 from shardline.text.tokenizer import byte_tokenizer
 
 PROMPTS = [(5, 9, 200, 31, 7), tuple(range(40, 62)), (11,), tuple(range(100, 112))]
@@ -21,7 +22,8 @@ def test_greedy_tokens_and_logprobs(name, tmp_path):
     theirs = save_oracle(name, tmp_path, vocab_size=320)
     theirs.generation_config = GenerationConfig()  # no end-of-text: all replies have the same length
     decoder = load_decoder(tmp_path)
-    engine = Engine(decoder, byte_tokenizer(), EngineConfig(max_num_seqs=4, max_num_batched_tokens=9, block_size=4))
+    config = EngineConfig(max_num_seqs=4, max_num_batched_tokens=9, block_size=4)
+    engine = Engine(open_decoder(tmp_path, config), byte_tokenizer(), config)
     requests = [
         make_request(
             str(i),
