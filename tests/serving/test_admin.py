@@ -19,7 +19,7 @@ from serving.test_http import call, call_json, slow_down, wait_for
 from serving.tiny_models import make_decoder, make_engine, tiny_config
 from shardline.checkpoints.huggingface import load_decoder, save_folder
 from shardline.hardware.memory import rss_bytes
-from shardline.serving.engine import EngineConfig
+from shardline.serving.engine import Engine, EngineConfig, load_engine
 from shardline.serving.startup import open_engine
 from shardline.text.tokenizer import byte_tokenizer
 
@@ -234,12 +234,22 @@ def test_a_paused_stream_outlives_sleep(folders: dict[str, Path]):
             assert sse_text(running.read()) == alone
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
-def test_sleep_gives_the_memory_of_the_cache_back(folders: dict[str, Path], kv_cache_dtype: str):
-    limits = {"kv_cache_bytes": 256 * 2**20, "max_num_seqs": 2, "kv_cache_dtype": kv_cache_dtype}
-    engine = make_engine(load_decoder(folders["old"]), **limits)
-    for tensor in engine.kv_cache.tensors():
-        tensor.fill_(1)  # touched, so that it takes real memory
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"kv_cache_bytes": 256 * 2**20},
+        {"kv_cache_bytes": 256 * 2**20, "kv_cache_dtype": "int8"},
+        {"kv_cache_bytes": 128 * 2**20, "speculative": "draft"},
+    ],
+    ids=["fp32", "int8", "draft"],
+)
+def test_sleep_gives_the_memory_of_the_caches_back(folders: dict[str, Path], options: dict[str, Any]):
+    config = EngineConfig(**{"max_model_len": 256, "max_num_seqs": 2, **options})
+    draft = load_decoder(folders["old"]) if "speculative" in options else None
+    engine = Engine(load_decoder(folders["old"]), byte_tokenizer(), config, draft=draft)
+    for cache in engine.kv_caches:
+        for tensor in cache.tensors():
+            tensor.fill_(1)  # touched, so that it takes real memory
     with local_server(engine, admin_key="secret") as server:
         before = rss_bytes()
         assert call(server.url, "/admin/sleep", {}, headers=KEY)[0] == 200
@@ -247,6 +257,19 @@ def test_sleep_gives_the_memory_of_the_cache_back(folders: dict[str, Path], kv_c
         assert call(server.url, "/admin/sleep", {"weights": True}, headers=KEY)[0] == 409
         assert call(server.url, "/admin/wake", {}, headers=KEY)[0] == 200
         assert call(server.url, "/v1/completions", GREEDY)[0] == 200
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+def test_sleep_gives_every_weight_back(folders: dict[str, Path], quantization: str):
+    config = EngineConfig(max_model_len=256, max_num_seqs=2, kv_cache_bytes=2**20, quantization=quantization)
+    engine = load_engine(folders["old"], config)
+    caches = sum(tensor.nbytes for tensor in engine.kv_cache.tensors())
+    with local_server(engine, folder=folders["old"], admin_key="secret") as server:
+        before = call_json(server.url, "/v1/completions", GREEDY)[1]["choices"][0]["text"]
+        _, answer = call_json(server.url, "/admin/sleep", {"weights": True}, headers=KEY)
+        assert answer["released_bytes"] == caches + engine.budget.weights_bytes
+        assert call(server.url, "/admin/wake", {}, headers=KEY)[0] == 200
+        assert call_json(server.url, "/v1/completions", GREEDY)[1]["choices"][0]["text"] == before
 
 
 def test_an_engine_that_dies_while_a_reload_waits_says_so(folders: dict[str, Path]):

@@ -79,6 +79,7 @@ class Engine:
         )
         self.adapters = self._open_adapters()
         self.runner = Runner(decoder, self._cache, self._sampler, adapters=self.adapters)
+        self._draft_cache: KVCache | None = None
         self._drafter = self._make_drafter(draft) if reusable else None
         self._switch_length = decoder.config.rope.switch_length
         self.num_drafts = self.num_draft_tokens = self.num_accepted_tokens = 0
@@ -92,6 +93,11 @@ class Engine:
     @property
     def kv_cache(self) -> KVCache:
         return self._cache
+
+    @property
+    def kv_caches(self) -> list[KVCache]:
+        """The model's, and that of a model that guesses."""
+        return [self._cache] if self._draft_cache is None else [self._cache, self._draft_cache]
 
     def adapter_of(self, model: str | None) -> str | None:
         """Returns the LoRA adapter that a request for this model name means, or None."""
@@ -214,7 +220,8 @@ class Engine:
                 f"The draft model has {draft.config.vocab_size} tokens and the model {self.decoder.config.vocab_size}; "
                 "choose one with the same tokenizer."
             )
-        runner = Runner(draft.requires_grad_(False).eval(), self._make_cache(draft), self._sampler)
+        self._draft_cache = self._make_cache(draft)
+        runner = Runner(draft.requires_grad_(False).eval(), self._draft_cache, self._sampler)
         return DraftModel(runner, self.scheduler)
 
     def _guess(self) -> None:

@@ -43,8 +43,8 @@ class Released:
 
 
 def kv_tensors(engine: Engine) -> list[Tensor]:
-    """Returns every tensor that the KV cache holds, in whatever format it keeps them."""
-    return engine.kv_cache.tensors()
+    """Returns every tensor that the KV caches hold, in whatever format they keep them."""
+    return [tensor for cache in engine.kv_caches for tensor in cache.tensors()]
 
 
 def weight_tensors(engine: Engine) -> list[Tensor]:
