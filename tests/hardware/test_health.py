@@ -174,7 +174,10 @@ def test_the_index_is_the_one_that_pip_uses(monkeypatch, tmp_path):
     assert find_index(python="/absent/python") is None
 
 
-def test_an_environment_without_pip_is_asked_through_python_s_own(tmp_path, monkeypatch):
+@pytest.mark.parametrize("bundled", [True, False], ids=["python has one bundled", "debian has not"])
+def test_an_environment_without_pip_still_has_its_settings(tmp_path, monkeypatch, bundled: bool):
+    if not bundled:
+        monkeypatch.setattr("shardline.hardware.package_index._bundled_pip", lambda: None)
     venv.create(tmp_path / "env", with_pip=False, symlinks=True)
     monkeypatch.setenv("PIP_INDEX_URL", "https://127.0.0.1:5/simple")
     monkeypatch.setenv("PIP_TRUSTED_HOST", "127.0.0.1 other.example")

@@ -135,13 +135,14 @@ class Index:
 
 
 def find_index(*, python: str = sys.executable, timeout_s: float = 4.0) -> Index | None:
-    """Returns the index that this Python's pip installs from; None where it has none, or there is no pip to ask."""
+    """Returns the index that this Python's pip installs from; None where it has none. Where there is no pip to ask
+    (uv's environments, Debian's own Python) the environment's variables for it count."""
     text = _run([python, "-m", "pip", "config", "list"])
     if text is None and (bundled := _bundled_pip()):  # an environment that uv made has no pip
         text = _run([python, f"{bundled}/pip", "config", "list"])
-    if text is None:
+    settings = parse_pip_config(text) if text is not None else _environment_of_pip()
+    if text is None and "index-url" not in settings:
         return None
-    settings = parse_pip_config(text)
     if settings.get("no-index", "").lower() in ("1", "true", "yes", "on"):
         return None
     url = settings.get("index-url") or settings.get("pypi-url") or _default_of_pip()
@@ -154,6 +155,12 @@ def find_index(*, python: str = sys.executable, timeout_s: float = 4.0) -> Index
         trusted=urllib.parse.urlsplit(url).hostname in settings.get("trusted-host", "").split(),
         timeout_s=timeout_s,
     )
+
+
+def _environment_of_pip() -> dict[str, str]:
+    names = ("index-url", "no-index", "cert", "proxy", "trusted-host")
+    values = {name: os.environ.get(f"PIP_{name.upper().replace('-', '_')}") for name in names}
+    return {name: value for name, value in values.items() if value}
 
 
 def parse_pip_config(text: str) -> dict[str, str]:
