@@ -9,13 +9,14 @@ Of the moments of one kind, only those are returned that no other one exceeds.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
 from itertools import chain
 from typing import NamedTuple
 
 from shardline.parallel.schedules import DURATIONS, Action, Kind, Schedule, ScheduleName, make_schedule
 
-__all__ = ["Moment", "bubble", "moments"]
+__all__ = ["Moment", "bubble", "moments", "pass_ends"]
 
 _SIMULATED_RANKS = 8  # zero_bubble_v's simulation takes too long for a search beyond
 
@@ -83,9 +84,15 @@ def _representative(num_ranks: int, num_micro_batches: int) -> int:
 @lru_cache(maxsize=256)
 def _simulated_bubble(num_ranks: int, num_micro_batches: int) -> float:
     """Idle time over that of one micro-batch."""
-    schedule = _schedule("zero_bubble_v", num_ranks, num_micro_batches, 2)
-    done: dict[Action, int] = {}
-    clocks, next_at = [0] * num_ranks, [0] * num_ranks
+    ends = pass_ends(_schedule("zero_bubble_v", num_ranks, num_micro_batches, 2), DURATIONS)
+    busy = 2 * sum(DURATIONS.values())  # of one micro-batch
+    return max(ends.values()) / busy - num_micro_batches
+
+
+def pass_ends(schedule: Schedule, durations: Mapping[Kind, float]) -> dict[Action, float]:
+    """Returns when each pass ends, if every rank takes its passes in turn and each waits for its inputs."""
+    done: dict[Action, float] = {}
+    clocks, next_at = [0.0] * len(schedule.actions), [0] * len(schedule.actions)
     while any(at < len(actions) for at, actions in zip(next_at, schedule.actions, strict=True)):
         for rank, actions in enumerate(schedule.actions):
             while next_at[rank] < len(actions):
@@ -93,11 +100,10 @@ def _simulated_bubble(num_ranks: int, num_micro_batches: int) -> float:
                 needed = _needed(action, schedule.num_stages)
                 if any(each not in done for each in needed):
                     break
-                clocks[rank] = max([clocks[rank], *(done[each] for each in needed)]) + DURATIONS[action.kind]
+                clocks[rank] = max([clocks[rank], *(done[each] for each in needed)]) + durations[action.kind]
                 done[action] = clocks[rank]
                 next_at[rank] += 1
-    busy = 2 * sum(DURATIONS.values())  # of one micro-batch
-    return max(clocks) / busy - num_micro_batches
+    return done
 
 
 def _needed(action: Action, num_stages: int) -> list[Action]:
