@@ -88,5 +88,6 @@ def _unit(value: float) -> tuple[float, str]:
 
 
 def _three(value: float) -> str:
+    value = float(f"{value:.3g}")  # 9.996 is 10.0
     digits = max(0, 2 - math.floor(math.log10(value)))
     return f"{value:,.{digits}f}"

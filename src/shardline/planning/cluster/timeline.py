@@ -2,7 +2,7 @@
 
     timeline = pipeline_timeline(job, time)      # None where there is no pipeline to draw
     timeline.passes[rank]                        # (Pass(kind, stage, micro_batch, start_s, end_s), ...)
-    timeline_svg(timeline)
+    timeline_figure(timeline, bubble=0.02), timeline_svg(timeline)
 
 The order of passes is that of `parallel.schedules`, which training runs too; how long they take follows from the parts
 of the predicted step. All stages count as equal. A long step is drawn with fewer micro-batches: its middle repeats.
@@ -15,15 +15,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardline.parallel.schedules import DURATIONS, Kind, ScheduleName, make_schedule
-from shardline.planning.cluster.figures import label, seconds, svg, tick_seconds, ticks
+from shardline.planning.cluster.figures import label, seconds, share, svg, tick_seconds, ticks
 from shardline.planning.moments import pass_ends
 
 if TYPE_CHECKING:
-    from shardline.planning.cluster.job import Job, Time
+    from shardline.planning.cluster.job import ClusterLayout, Job, Time
 
-__all__ = ["KINDS", "Pass", "Timeline", "pipeline_timeline", "timeline_svg"]
+__all__ = ["KINDS", "Pass", "Timeline", "pipeline_timeline", "schedule_words", "timeline_figure", "timeline_svg"]
 
 KINDS: dict[Kind, str] = {"F": "forward", "B": "backward", "W": "weights' gradients"}
+_NAMES: dict[ScheduleName, str] = {
+    "1f1b": "1F1B", "gpipe": "GPipe", "interleaved": "interleaved", "zero_bubble_v": "zero bubble V",
+}  # fmt: skip
 # What a rank does for a micro-batch; the rest of a step is done once.
 _BUSY = ("compute", "attention", "recompute", "tensor", "context", "host")
 _MOST_RANKS = 32
@@ -73,7 +76,7 @@ def pipeline_timeline(job: Job, time: Time, *, most: int | None = None) -> Timel
     num_ranks, total = job.layout.pipeline, job.num_micro_batches
     if not 1 < num_ranks <= _MOST_RANKS:
         return None
-    name, stages = _schedule(job)
+    name, stages = _schedule(job.layout)
     drawn = min(total, most or _legible(name, num_ranks))
     if name == "interleaved" and drawn % num_ranks:  # its groups of micro-batches are as many as there are ranks
         return None
@@ -91,7 +94,37 @@ def pipeline_timeline(job: Job, time: Time, *, most: int | None = None) -> Timel
     )
 
 
-def timeline_svg(timeline: Timeline, *, title: str) -> str:
+def schedule_words(layout: ClusterLayout) -> str:
+    """Returns what a pipeline's order of passes is called."""
+    name, stages = _schedule(layout)
+    return f"{_NAMES[name]} x{stages}" if name == "interleaved" else _NAMES[name]
+
+
+def timeline_figure(timeline: Timeline, *, bubble: float) -> str:
+    """Returns heading, legend and picture; `bubble` is the share of the whole step in which ranks wait."""
+    ranks, drawn, total = len(timeline.passes), timeline.drawn, timeline.num_micro_batches
+    extent = f"All {total} micro-batches of a step; ranks wait {share(timeline.idle)} of the time."
+    if drawn < total:
+        extent = (
+            f"{drawn} of the step's {total} micro-batches are drawn, because the middle repeats; so ranks wait "
+            f"{share(timeline.idle)} of the picture, but {share(bubble)} of the step."
+        )
+    few = ranks <= _FEW_RANKS
+    keys = "".join(f'<li><span class="swatch {kind.lower()}"></span>{KINDS[kind]}</li>' for kind in timeline.kinds)
+    if len(timeline.stages_of(0)) > 1:
+        later = "".join(f'<span class="swatch {kind.lower()} later"></span>' for kind in timeline.kinds)
+        keys += f"<li>{later}the same on a rank's other stages</li>"
+    lanes = "".join(f"<li>{_lane(timeline, rank)}</li>" for rank in range(ranks))
+    return (
+        f"<h3>What the {ranks} pipeline ranks do: {_NAMES[timeline.schedule]}</h3>"
+        f'<p class="soft">{"Numbers are micro-batches. " if few else ""}{extent}</p>'
+        f'<ul class="legend">{keys}<li><span class="swatch bubble"></span>waiting (the bubble)</li></ul>'
+        f'<div class="lanes{"" if few else " small"}"><ol aria-hidden="true">{lanes}</ol>'
+        f"{timeline_svg(timeline)}</div>"
+    )
+
+
+def timeline_svg(timeline: Timeline) -> str:
     """Returns the picture: a lane a rank, seconds from left to right."""
     few = len(timeline.passes) <= _FEW_RANKS
     lane, gap = (_LANE, 6) if few else (12, 3)
@@ -102,11 +135,19 @@ def timeline_svg(timeline: Timeline, *, title: str) -> str:
         y = rank * (lane + gap)
         body += f'<rect class="idle" x="0%" y="{y}" width="100%" height="{lane}"/>'
         body += "".join(_pass(each, timeline, scale, y, lane) for each in passes)
+    title = f"Passes of {len(timeline.passes)} pipeline ranks"
     desc = (
         f"{len(timeline.passes)} pipeline ranks, one below the other, and {timeline.drawn} micro-batches of the "
-        f"{timeline.schedule} schedule over {seconds(timeline.length_s)}. Ranks wait {timeline.idle:.0%} of it."
+        f"{_NAMES[timeline.schedule]} schedule over {seconds(timeline.length_s)}. Ranks wait {timeline.idle:.0%} of it."
     )
     return svg(body, height=height, title=title, desc=desc, css="gantt")
+
+
+def _lane(timeline: Timeline, rank: int) -> str:
+    stages = timeline.stages_of(rank)
+    if len(stages) == 1:
+        return f"stage {stages[0]}"
+    return f"stages {', '.join(map(str, stages))}" if len(stages) == 2 else f"rank {rank}"
 
 
 def _axis(timeline: Timeline, scale: float, height: int) -> Iterator[str]:
@@ -136,12 +177,11 @@ def _legible(name: ScheduleName, num_ranks: int) -> int:
         return max(8, num_ranks + 4)
     if name == "interleaved":
         return -(-_FEW_MICRO_BATCHES // num_ranks) * num_ranks
-    return max(_FEW_MICRO_BATCHES, num_ranks + 4)
+    return max(_FEW_MICRO_BATCHES, min(2 * num_ranks, 32), num_ranks + 4)
 
 
-def _schedule(job: Job) -> tuple[ScheduleName, int]:
+def _schedule(layout: ClusterLayout) -> tuple[ScheduleName, int]:
     """Returns (name, stages a rank)."""
-    layout = job.layout
     if layout.schedule == "zero_bubble_v":
         return layout.schedule, 2
     if layout.virtual_stages > 1:
