@@ -17,6 +17,7 @@ from shardline.planning.cluster.job import ClusterLayout, Job, Schedule
 from shardline.planning.cluster.shape import ModelShape
 from shardline.planning.cluster.time import estimate_time
 from shardline.planning.cluster.timeline import Timeline, pipeline_timeline, schedule_words, timeline_figure
+from shardline.planning.moments import bubble
 
 BUSY = ("compute", "attention", "recompute", "tensor", "context", "host")
 SCHEDULES: list[tuple[Schedule, int]] = [("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("zero_bubble_v", 2)]
@@ -63,14 +64,25 @@ def test_every_rank_does_its_passes_in_the_schedule_s_order_one_at_a_time(schedu
 
 
 @pytest.mark.parametrize(("schedule", "virtual"), SCHEDULES)
-def test_a_whole_step_is_as_long_as_the_prediction_of_its_parts(schedule: Schedule, virtual: int):
+def test_a_whole_step_is_what_a_rank_does_and_the_schedule_s_bubble(schedule: Schedule, virtual: int):
     # Zero bubble's order is made for passes that compute nothing again.
     one = job(schedule, virtual, recompute="none" if schedule == "zero_bubble_v" else "full")
     parts = estimate_time(one).parts
     drawn = timeline(one, most=one.num_micro_batches)
-    assert drawn.length_s == pytest.approx(sum(parts[name] for name in BUSY) + parts["bubble"], rel=0.03)
-    busy = sum(each.end_s - each.start_s for each in drawn.passes[0])
-    assert busy == pytest.approx(sum(parts[name] for name in BUSY))
+    busy = sum(parts[name] for name in BUSY)
+    for passes in drawn.passes:
+        assert sum(each.end_s - each.start_s for each in passes) == pytest.approx(busy)
+    idle = bubble(schedule, num_ranks=4, num_micro_batches=16, stages_per_rank=virtual)
+    assert drawn.length_s == pytest.approx(busy * (1 + idle), rel=0.01)
+
+
+@pytest.mark.parametrize(("schedule", "virtual"), [("1f1b", 1), ("gpipe", 1), ("interleaved", 2)])
+def test_a_whole_step_is_as_long_as_predicted(schedule: Schedule, virtual: int):
+    one = job(schedule, virtual, recompute="full")
+    parts = estimate_time(one).parts
+    once = sum(parts[name] for name in ("pipeline", "data", "optimizer", "offload"))
+    length_s = timeline(one, most=one.num_micro_batches).length_s
+    assert length_s == pytest.approx(sum(parts.values()) - once, rel=0.03)
 
 
 def test_backward_takes_what_is_computed_again():
