@@ -17,7 +17,7 @@ from shardline.hardware.catalogue import device
 from shardline.models.presets import preset
 from shardline.planning.cluster.bars import MEMORY, STEP, VERDICTS
 from shardline.planning.cluster.explain import found_to_json
-from shardline.planning.cluster.figures import GIB, gib, seconds, share
+from shardline.planning.cluster.figures import GIB, gib, seconds, share, three, ticks
 from shardline.planning.cluster.job import MEMORY_PARTS, TIME_PARTS, Memory
 from shardline.planning.cluster.page import make_page, write_page
 from shardline.planning.cluster.search import Asked, Candidate, Found, search
@@ -193,6 +193,14 @@ def test_the_alternatives_that_do_not_fit_are_drawn_with_their_verdict():
         assert why in [each.text for each in page.all("dd")]
 
 
+def test_an_alternative_without_a_layout_is_said_and_not_drawn():
+    plan = dataclasses.replace(FITS, alternatives=[("tensor 3", None, "32 heads are not a multiple of 3")])
+    page = page_of(plan)
+    assert len(page.all("svg", "memory")) == len(plan.ranked)
+    assert page.one("dt").text == "tensor 3"
+    assert page.one("dd").text == "32 heads are not a multiple of 3"
+
+
 def test_the_step_s_bar_is_its_parts():
     picture, time = page_of(PIPED).one("svg", "step"), PIPED.ranked[0].time
     bars = {(each.classes & set(STEP)).pop(): each.percent("width") for each in picture.all("rect")}
@@ -234,12 +242,30 @@ def test_it_shows_the_config_or_the_settings_of_another_engine():
 
 def test_what_is_offloaded_is_counted_in_the_host_s_memory():
     plan = found(offload=frozenset({"optimizer"}))
-    row = page_of(plan).all("li", "chosen")[0].one("div", "much").text
-    memory = plan.ranked[0].memory
-    assert memory.host_bytes
-    assert f"host {gib(memory.host_bytes)} of {memory.host_capacity_bytes / GIB:,.0f}" in row
-    assert "offload optimizer" in page_of(plan).one("main").text
+    row, memory = page_of(plan).all("li", "chosen")[0], plan.ranked[0].memory
+    share_of_host = memory.host_bytes / memory.host_capacity_bytes
+    assert 0 < share_of_host < 1
+    said = f"host {memory.host_bytes / GIB:,.0f} of {memory.host_capacity_bytes / GIB:,.0f}"
+    assert said in row.one("div", "much").text
+    limit = row.all("line", "limit")[0].percent("x1")
+    assert row.one("rect", "kept").percent("width") == pytest.approx(share_of_host * limit, abs=SMALLEST)
+    assert not row.all("rect", "over")
+    assert "offload optimizer" in row.text
     assert "host" not in page_of(FITS).all("li", "chosen")[0].one("div", "much").text
+
+
+def test_a_host_that_is_too_small_is_seen_to_be():
+    shape = ModelShape.from_parameters(530e9)
+    plan = found(shape=shape, num_devices=16, engine="deepspeed", offload=frozenset({"optimizer", "parameters"}))
+    memory = plan.ranked[0].memory
+    assert plan.best is None
+    assert memory.expected_bytes < memory.capacity_bytes
+    picture = page_of(plan).all("svg", "memory")[0]
+    limit = picture.all("line", "limit")[0].percent("x1")
+    width = picture.one("rect", "kept").percent("width")
+    assert width == pytest.approx(limit * memory.host_bytes / memory.host_capacity_bytes, rel=1e-4)
+    assert picture.one("rect", "over").percent("width") == pytest.approx(width - limit, abs=2 * SMALLEST)
+    assert f"{memory.host_bytes / GIB:.0f} GiB of the host's" in page_of(plan).one("p", "lead").text
 
 
 def test_names_and_commands_are_text():
@@ -311,6 +337,16 @@ def test_seconds_in_words(value: float, text: str):
     assert seconds(value) == text
 
 
+@pytest.mark.parametrize("top", [0.07, 1.0, 9.98, 81.5, 122.2, 4096.0])
+def test_ticks_are_round_and_few(top: float):
+    found = ticks(top)
+    assert 3 <= len(found) <= 7
+    assert found[0] == 0
+    assert top - (found[1] - found[0]) < found[-1] <= top
+    assert len(f"{found[1]:.12g}".strip("0.")) <= 2
+
+
 def test_shares_and_sizes_in_words():
+    assert [three(value) for value in (0, 0.008712, 9.996, 53.04, 1234.5)] == ["0", "0.00871", "10.0", "53.0", "1,230"]
     assert [share(value) for value in (0, 0.0004, 0.0472, 0.317, 1)] == ["0.0%", "< 0.1%", "4.7%", "32%", "100%"]
     assert [gib(value * GIB) for value in (0.04, 61.12, 1077.9)] == ["0.0 GiB", "61.1 GiB", "1,078 GiB"]

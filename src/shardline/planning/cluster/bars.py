@@ -86,7 +86,7 @@ def memory_chart(rows: Sequence[Row]) -> str:
             items.append(f'<li class="row group"><div>{escape(row.group)}</div>{line}<div></div></li>')
         items.append(_row(row, top))
     return (
-        f"{_legend()}"
+        f"{_legend(any(row.memory.host_bytes for row in rows))}"
         '<div class="row head" aria-hidden="true"><div></div>'
         f'<svg width="100%" height="18"><text class="limit {side}" x="{limit:.3f}%" y="12">'
         f"limit {gib(capacity)}</text></svg><div></div></div>"
@@ -147,12 +147,13 @@ def _used(time: Time) -> list[tuple[str, float]]:
     return [(name, time.parts[name]) for name in STEP if time.parts.get(name, 0.0) > 0]
 
 
-def _legend() -> str:
+def _legend(hosts: bool) -> str:
     keys = "".join(f'<li><span class="swatch {name}"></span>{words}</li>' for name, (words, _) in MEMORY.items())
+    host = '<li><span class="swatch kept"></span>memory of a host, whose limit is the same line</li>' if hosts else ""
     return (
         f'<ul class="legend">{keys}<li><span class="swatch limit"></span>what the device has</li>'
         '<li><span class="swatch over"></span>beyond it</li>'
-        '<li><span class="swatch band"></span>low to high</li></ul>'
+        f'<li><span class="swatch band"></span>low to high</li>{host}</ul>'
     )
 
 
@@ -172,8 +173,11 @@ def _row(row: Row, top: float) -> str:
     )
     host = ""
     if memory.host_bytes:
-        host = f'<span class="soft">host {gib(memory.host_bytes)} of {memory.host_capacity_bytes / GIB:,.0f}</span>'
-    picture = svg(_bar(memory, top), height=44, title=f"Memory of {row.name}", desc=desc, css="memory")
+        amount = f"host {memory.host_bytes / GIB:,.0f} of {memory.host_capacity_bytes / GIB:,.0f}"
+        host = f'<span class="soft">{amount}</span>'
+        desc += f" Of the host {gib(memory.host_bytes)} of {gib(memory.host_capacity_bytes)}."
+    css, height = ("memory tall", 56) if host else ("memory", 44)
+    picture = svg(_bar(memory, top), height=height, title=f"Memory of {row.name}", desc=desc, css=css)
     return (
         f'<li class="row{" chosen" if row.chosen else ""}"><div class="who">'
         f'<span class="name">{escape(row.name)}</span><span class="soft">{escape(row.settings)}</span></div>{picture}'
@@ -187,7 +191,7 @@ def _bar(memory: Memory, top: float) -> str:
         for x in (100 * tick * GIB / top for tick in ticks(top / GIB))
     )
     limit = 100 * memory.capacity_bytes / top
-    body = "".join((*_parts(memory, top), *_band(memory, top)))
+    body = "".join((*_parts(memory, top), *_band(memory, top), *_host(memory, limit)))
     torn = ""
     if memory.expected_bytes > top:
         torn = f'<svg x="100%" y="50%"><path class="torn" transform="translate(0 {_MIDDLE})" d="{_TORN}"/></svg>'
@@ -235,6 +239,16 @@ def _band(memory: Memory, top: float) -> Iterator[str]:
         yield f'<line class="band" x1="{low:.3f}%" x2="{high:.3f}%" y1="{y}" y2="{y}"/>'
         for x in (low, high):
             yield f'<line class="band" x1="{x:.3f}%" x2="{x:.3f}%" y1="{y - 3}" y2="{y + 3}"/>'
+
+
+def _host(memory: Memory, limit: float) -> Iterator[str]:
+    """What is kept in the host's memory, drawn so that the limit's line is the host's too."""
+    if not memory.host_bytes or not memory.host_capacity_bytes:
+        return
+    width, y = limit * memory.host_bytes / memory.host_capacity_bytes, _MIDDLE + _BAR + 12
+    yield f'<rect class="kept" x="0%" y="{y}" width="{width:.3f}%" height="5"/>'
+    if width > limit:
+        yield f'<rect class="over" x="{limit:.3f}%" y="{y}" width="{width - limit:.3f}%" height="5"/>'
 
 
 def _segment(name: str, x: float, width: float, y: int, title: str) -> str:

@@ -15,7 +15,7 @@ import math
 from collections.abc import Sequence
 from html import escape
 
-__all__ = ["GIB", "gib", "label", "seconds", "share", "svg", "tick_seconds", "ticks"]
+__all__ = ["GIB", "gib", "label", "seconds", "share", "svg", "three", "tick_seconds", "ticks"]
 
 GIB = 1 << 30
 # Pixels that a letter takes at most in the fonts that browsers choose, and what stays free beside a word.
@@ -33,7 +33,14 @@ def seconds(value: float) -> str:
     if value == 0:
         return "0 s"
     size, unit = _unit(value)
-    return f"{_three(value / size)} {unit}"
+    return f"{three(value / size)} {unit}"
+
+
+def three(value: float) -> str:
+    """Three digits, and all of those before the point."""
+    value = float(f"{value:.3g}")  # 9.996 is 10.0
+    digits = 2 - math.floor(math.log10(value)) if value else 0
+    return f"{value:,.{max(0, digits)}f}"
 
 
 def tick_seconds(value: float, top: float) -> str:
@@ -85,9 +92,3 @@ def label(texts: Sequence[str], *, x: float, width: float, y: int, css: str, wid
 def _unit(value: float) -> tuple[float, str]:
     """Returns (seconds, name) of the largest unit of which there are two, or of one second or less, one."""
     return next((each for each in _UNITS if value >= each[0] * (2 if each[0] > 1 else 0.9995)), _UNITS[-1])
-
-
-def _three(value: float) -> str:
-    value = float(f"{value:.3g}")  # 9.996 is 10.0
-    digits = max(0, 2 - math.floor(math.log10(value)))
-    return f"{value:,.{digits}f}"

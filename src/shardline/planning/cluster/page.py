@@ -80,7 +80,7 @@ def _what(found: Found) -> str:
 def _header(found: Found) -> str:
     asked, best = found.asked, found.best
     facts = (
-        f"{asked.shape.parameters / 1e9:.3g} billion parameters",
+        f"{_count(asked.shape.parameters)} parameters",
         f"{asked.sequence_length:,} tokens a row",
         f"{asked.global_batch:,} rows a step",
         asked.precision.replace("_", " "),
@@ -186,7 +186,7 @@ def _foot(found: Found, command: str | None) -> str:
         "tight when only what is expected does.",
         "Memory is the peak of the fullest device, in GiB of 2^30 bytes. Communication is what is not hidden behind "
         "computing.",
-        f"MFU: {time.convention}, over the data sheet's peak of the device.",
+        *([] if time.mfu is None else [f"MFU: {time.convention}, over the data sheet's peak of the device."]),
         f"{device.name}: {device.source}. Product rate: {device.measured_source}.",
     ]
     made = f"Shardline {__version__}, {datetime.now(UTC):%Y-%m-%d}"
@@ -205,6 +205,13 @@ def _words(best: Candidate) -> str:
     again = "" if best.job.recompute == "none" else f", {best.job.recompute} recomputation"
     kept = f", {' and '.join(sorted(best.job.offload))} in the host's memory" if best.job.offload else ""
     return f"{ranks}{zero}{again}{kept}"
+
+
+def _count(number: float) -> str:
+    size, unit = next(
+        (each for each in ((1e12, " trillion"), (1e9, " billion"), (1e6, " million")) if number >= each[0]), (1, "")
+    )
+    return f"{number / size:,.3g}{unit}" if unit else f"{number:,.0f}"
 
 
 def _plain(value: object) -> str:

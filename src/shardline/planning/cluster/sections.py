@@ -13,7 +13,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from shardline.planning.cluster.bars import Row, memory_chart, memory_table, step_bar, step_table, verdict
-from shardline.planning.cluster.figures import GIB, seconds, share
+from shardline.planning.cluster.figures import GIB, seconds, share, three
 from shardline.planning.cluster.timeline import pipeline_timeline, schedule_words, timeline_figure
 
 if TYPE_CHECKING:
@@ -22,7 +22,12 @@ if TYPE_CHECKING:
 __all__ = ["all_tokens", "card", "memory_section", "ranked_section", "step_section"]
 
 _MOST_BARS = 6  # of the ranked layouts
-_TEXTS = {"layout", "schedule", "recompute", "verdict"}
+_COLUMNS = (
+    "no.", "layout", "schedule", "micro-batches", "recompute", "offload", "GiB", "band", "verdict", "step",
+    "tokens/s each", "MFU",
+)  # fmt: skip
+_ALIGN = dict.fromkeys(("layout", "schedule", "recompute", "offload", "verdict"), " class=text")
+_ALIGN["step"] = " class=whole"
 
 
 def memory_section(found: Found) -> str:
@@ -61,10 +66,10 @@ def _speed(best: Candidate) -> str:
     """What the speed comes to, in numbers that people compare and pay for."""
     time, tokens = best.time, all_tokens(best)
     rows = [
-        ("tokens a day", f"{tokens * 86400 / 1e9:,.3g} billion"),
+        ("tokens a day", f"{three(tokens * 86400 / 1e9)} billion"),
         ("a billion tokens take", seconds(1e9 / tokens)),
-        ("device-hours for a billion tokens", f"{1e9 / best.speed / 3600:,.3g}"),
-        ("model TFLOP/s of a device", f"{time.flops_per_device / 1e12:,.0f}"),
+        ("device-hours for a billion tokens", three(1e9 / best.speed / 3600)),
+        ("model TFLOP/s of a device", three(time.flops_per_device / 1e12)),
     ]
     if time.mfu is not None and time.mfu_causal is not None:
         rows += [("MFU, attention not halved", share(time.mfu)), ("MFU, attention halved", share(time.mfu_causal))]
@@ -77,13 +82,11 @@ def _speed(best: Candidate) -> str:
 
 def ranked_section(found: Found) -> str:
     piped = any(each.job.layout.pipeline > 1 for each in found.ranked)
-    names = ["no.", "layout", *(["schedule"] if piped else []), "micro-batches", "recompute", "GiB", "band", "verdict"]
-    head = "".join(
-        f'<th scope="col"{" class=text" if name in _TEXTS else ""}>{name}</th>'
-        for name in (*names, "step", "tokens/s each", "MFU")
-    )
+    kept = any(each.job.offload for each in found.ranked)
+    left_out = {*([] if piped else ["schedule"]), *([] if kept else ["offload"])}
+    head = "".join(f'<th scope="col"{_ALIGN.get(name, "")}>{name}</th>' for name in _COLUMNS if name not in left_out)
     body = "".join(
-        _ranked_row(index, each, chosen=each is found.best, piped=piped)
+        f"<tr{' class=chosen' if each is found.best else ''}>{_cells(index, each, left_out)}</tr>"
         for index, each in enumerate(found.ranked, start=1)
     )
     if found.best is None:
@@ -100,19 +103,24 @@ def ranked_section(found: Found) -> str:
     )
 
 
-def _ranked_row(index: int, each: Candidate, *, chosen: bool, piped: bool) -> str:
+def _cells(index: int, each: Candidate, left_out: set[str]) -> str:
     job, memory, time = each.job, each.memory, each.time
-    schedule = f"<td class=text>{_schedule(each) or 'none'}</td>" if piped else ""
-    return (
-        f"<tr{' class=chosen' if chosen else ''}><td>{index}</td>"
-        f'<th scope="row">{escape(job.layout.text())}</th>{schedule}'
-        f"<td>{job.num_micro_batches} x {job.micro_batch}</td>"
-        f"<td class=text>{', '.join((job.recompute, *_offload(each)))}</td>"
-        f"<td>{memory.expected_bytes / GIB:,.1f}</td>"
-        f"<td>{memory.low_bytes / GIB:,.1f} to {memory.high_bytes / GIB:,.1f}</td>"
-        f"<td class=text>{verdict(memory)}</td><td class=whole>{seconds(time.step_s)}</td><td>{each.speed:,.0f}</td>"
-        f"<td>{'' if time.mfu is None else share(time.mfu)}</td></tr>"
-    )
+    cells = {
+        "no.": str(index),
+        "schedule": _schedule(each) or "none",
+        "micro-batches": f"{job.num_micro_batches} x {job.micro_batch}",
+        "recompute": job.recompute,
+        "offload": " + ".join(sorted(job.offload)) or "none",
+        "GiB": f"{memory.expected_bytes / GIB:,.1f}",
+        "band": f"{memory.low_bytes / GIB:,.1f} to {memory.high_bytes / GIB:,.1f}",
+        "verdict": verdict(memory),
+        "step": seconds(time.step_s),
+        "tokens/s each": f"{each.speed:,.0f}",
+        "MFU": "-" if time.mfu is None else share(time.mfu),
+    }
+    texts = {name: f"<td{_ALIGN.get(name, '')}>{text}</td>" for name, text in cells.items()}
+    texts["layout"] = f'<th scope="row">{escape(job.layout.text())}</th>'
+    return "".join(texts[name] for name in _COLUMNS if name not in left_out)
 
 
 def _rows(found: Found) -> Iterator[Row]:

@@ -5,7 +5,8 @@
     timeline_figure(timeline, bubble=0.02), timeline_svg(timeline)
 
 The order of passes is that of `parallel.schedules`, which training runs too; how long they take follows from the parts
-of the predicted step. All stages count as equal. A long step is drawn with fewer micro-batches: its middle repeats.
+of the predicted step. All stages count as equal. Of a long step only so many micro-batches are drawn
+as can be read.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ def timeline_figure(timeline: Timeline, *, bubble: float) -> str:
     extent = f"All {total} micro-batches of a step; ranks wait {share(timeline.idle)} of the time."
     if drawn < total:
         extent = (
-            f"{drawn} of the step's {total} micro-batches are drawn, because the middle repeats; so ranks wait "
+            f"{drawn} of the step's {total} micro-batches are drawn, as many as can be read; so ranks wait "
             f"{share(timeline.idle)} of the picture, but {share(bubble)} of the step."
         )
     few = ranks <= _FEW_RANKS
