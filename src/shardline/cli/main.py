@@ -3,7 +3,8 @@
 A verb's module has `add_arguments(parser)` and `run(args) -> dict | None`. `main` prints that dict as one JSON object
 on standard output under `--json`, and turns errors into one sentence and an exit code: 0 done, 1 failed, 2 bad usage,
 3 infeasible; an `exit_code` in the dict becomes ours. With `TAKES_OVERRIDES = True` the config keys among the words
-(`--section.field VALUE`) arrive in `args.overrides`. `args.words` are all words as typed.
+(`--section.field VALUE`) arrive in `args.overrides`; `OWN_FLAGS` are named like a section but are the verb's own.
+`args.words` are all words as typed.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if getattr(module, "TAKES_OVERRIDES", False):
         from shardline.cli.overrides import describe_overrides, split_overrides
 
-        rest, overrides = split_overrides(rest)
+        rest, overrides = split_overrides(rest, flags=getattr(module, "OWN_FLAGS", ()))
         parser.epilog = describe_overrides()
     try:
         args = parser.parse_args(rest, argparse.Namespace(words=words, overrides=overrides))

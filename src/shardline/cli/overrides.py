@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from shardline.config import RunConfig, iter_fields
 
 __all__ = ["describe_overrides", "split_overrides"]
 
 
-def split_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Returns (the verb's own words, the overrides). A flag with a dot or named after a section is an override.
+def split_overrides(words: Sequence[str], *, flags: Collection[str] = ()) -> tuple[list[str], list[str]]:
+    """Returns (the verb's own words, the overrides). A flag with a dot or named after a section is an override, unless
+    it is one of the verb's own `flags`.
 
     A mistyped key such as `--train.stpes` is therefore an override too, so that the loader can name the nearest one.
     """
@@ -22,7 +23,7 @@ def split_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
     while remaining:
         word = remaining.pop(0)
         name, equals, _ = word.removeprefix("--").partition("=")
-        if not word.startswith("--") or not ("." in name or name in sections):
+        if not word.startswith("--") or word.partition("=")[0] in flags or not ("." in name or name in sections):
             own.append(word)
             continue
         overrides.append(word)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from importlib import resources
 from typing import Any
@@ -16,9 +16,10 @@ import yaml
 
 from shardline.config.errors import UsageError, nearest
 
-__all__ = ["Engine", "States", "engine", "engine_names", "replaced"]
+__all__ = ["Engine", "Space", "States", "engine", "engine_names", "replaced"]
 
 _KEYS = {
+    "space", "space_source",
     "states", "states_source", "kept", "gradients_persist", "logits", "logits_source", "norm", "norm_source", "inner",
     "inner_source", "dropout", "working", "gathers", "saves_products", "buffers", "fragments", "prefetch",
     "prefetch_source", "unmodelled_gib", "whole_at_load", "context_gib", "memory_source", "time", "time_source",
@@ -36,10 +37,27 @@ class States:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Space:
+    """What an engine's layouts are made of.
+
+    zero, piped   stages of ZeRO without a pipeline and with one
+    axes          axes that it has beside data
+    offload       what can be kept in the host's memory, in sets of what moves together
+    """
+
+    zero: tuple[int, ...]
+    piped: tuple[int, ...]
+    schedules: tuple[str, ...]
+    axes: frozenset[str]
+    offload: tuple[frozenset[str], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Engine:
     """One engine; engines.yaml says what each figure is and where it is from."""
 
     name: str
+    space: Space
     states: dict[str, States]
     kept_weights: float
     kept_gradients: float
@@ -116,9 +134,17 @@ def _engines() -> dict[str, Engine]:
 
 def _engine(name: str, facts: dict[str, Any]) -> Engine:
     assert set(facts) == _KEYS, f"{name}: unknown or missing keys {sorted(set(facts) ^ _KEYS)}"
-    buffers, time = facts["buffers"], facts["time"]
+    buffers, time, space = facts["buffers"], facts["time"], facts["space"]
+    assert set(space) == {field.name for field in fields(Space)}, f"{name}: space has {sorted(space)}"
     return Engine(
         name=name,
+        space=Space(
+            zero=tuple(space["zero"]),
+            piped=tuple(space["piped"]),
+            schedules=tuple(space["schedules"]),
+            axes=frozenset(space["axes"]),
+            offload=tuple(frozenset(names) for names in space["offload"]),
+        ),
         states={
             kind: States(**{part: tuple(tuple(pair) for pair in parts[part]) for part in _PARTS})
             for kind, parts in facts["states"].items()

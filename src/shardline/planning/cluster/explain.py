@@ -10,12 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from shardline.planning.cluster.space import outside
+
 if TYPE_CHECKING:
     from rich.table import Table
 
     from shardline.planning.cluster.search import Candidate, Found
+    from shardline.planning.cluster.space import Asked
 
-__all__ = ["found_lines", "found_table", "found_to_json"]
+__all__ = ["config_lines", "found_lines", "found_table", "found_to_json", "has_config"]
 
 GIB = 1 << 30
 # Under a tenth of a step is not worth a sentence.
@@ -45,22 +48,47 @@ def found_lines(found: Found) -> Iterator[str]:
         recompute = "no" if best.job.recompute == "none" else best.job.recompute
         chosen = f"{best.job.layout.text()}, micro-batch {best.job.micro_batch}, {recompute} recomputation"
         yield f"{what}: {chosen}. {'; '.join(_reasons(found, best))}."
-        if asked.engine == "shardline":
+        if best.time.mfu is not None:
+            peak = best.job.device.nominal(best.time.peak_dtype) or 0.0
+            yield (
+                f"MFU {best.time.mfu:.1%} of the data sheet's {peak / 1e12:,.0f} TFLOP/s in {best.time.peak_dtype} "
+                f"({best.time.convention}); {best.time.mfu_causal:.1%} with attention halved."
+            )
+        if found.days is not None:
+            yield _budget(found)
+        if asked.engine == "shardline" and not has_config(asked):
+            yield f"Shardline does not train with {', '.join(outside(asked))}: there is no config for it."
+        elif outside(asked):
+            yield f"{asked.engine} is not known to have {', '.join(outside(asked))}; it is calculated all the same."
+        if has_config(asked):
             yield "As a config:"
-            yield from _yaml(best)
+            yield from (f"  {line}" for line in config_lines(best))
     for name, _, why in found.alternatives:
         yield f"Why not {name}: {why}."
 
 
+def has_config(asked: Asked) -> bool:
+    """Whether Shardline's own trainer can run what is asked."""
+    return asked.engine == "shardline" and not outside(asked)
+
+
+def _budget(found: Found) -> str:
+    asked, days = found.asked, found.days
+    assert days is not None
+    hours = days * 24 * asked.num_devices
+    cost = "" if found.cost is None else f", {found.cost:,.0f} at {asked.price:g} a device-hour"
+    return f"{asked.tokens:.3g} tokens take {days:,.1f} days: {hours:,.0f} device-hours{cost}; no pauses are counted."
+
+
 def found_table(found: Found) -> Table:
-    """Returns the ranked layouts; the first is the answer. Tokens are those of one device."""
+    """Returns the ranked layouts; the first is the answer. Tokens are those of one device, mb a micro-batch's rows."""
     from rich import box
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("layout", "micro", "recompute", "GiB", "of", "verdict", "step s", "tokens/s", "MFU"):
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in ("layout", "mb", "recompute", "GiB", "verdict", "step s", "tokens/s", "MFU"):
         is_text = name in ("layout", "recompute", "verdict")
-        table.add_column(name, justify="left" if is_text else "right", no_wrap=True)
+        table.add_column(name, justify="left" if is_text else "right", overflow="fold")
     for each in found.ranked:
         memory = each.memory
         table.add_row(
@@ -68,7 +96,6 @@ def found_table(found: Found) -> Table:
             str(each.job.micro_batch),
             each.job.recompute,
             f"{memory.expected_bytes / GIB:.1f}",
-            f"{memory.capacity_bytes / GIB:.1f}",
             memory.verdict,
             f"{each.time.step_s:.3g}",
             f"{each.speed:,.0f}",
@@ -112,6 +139,9 @@ def found_to_json(found: Found) -> dict[str, Any]:
             for each in found.ranked
         ],
         "num_tried": found.num_tried,
+        "days": found.days,
+        "device_hours": None if found.days is None else found.days * 24 * found.asked.num_devices,
+        "cost": found.cost,
     }
 
 
@@ -122,10 +152,12 @@ def _layout(each: Candidate) -> dict[str, Any]:
         "tensor": layout.tensor,
         "pipeline": layout.pipeline,
         "context": layout.context,
+        "expert": layout.expert,
         "zero": layout.zero,
         "micro_batch": job.micro_batch,
         "num_micro_batches": job.num_micro_batches,
         "schedule": layout.schedule if layout.pipeline > 1 else None,
+        "virtual_stages": layout.virtual_stages,
         "sequence_parallel": layout.sequence_parallel,
         "recompute": job.recompute,
         "offload": sorted(job.offload),
@@ -142,6 +174,8 @@ def _reasons(found: Found, best: Candidate) -> list[str]:
     ]
     if memory.verdict == "tight":
         reasons.append("tight: its high end does not fit, and nothing safer does")
+    if best.job.offload and found.asked.offload is None:
+        reasons.append(f"without the {' and '.join(sorted(best.job.offload))} in the host's memory nothing fits")
     step_s = best.time.step_s
     for name, text in _PARTS.items():
         share = best.time.parts.get(name, 0.0) / step_s
@@ -164,21 +198,31 @@ def _least(found: Found) -> str:
     )
 
 
-def _yaml(best: Candidate) -> Iterator[str]:
+def config_lines(best: Candidate) -> Iterator[str]:
+    """Yields a layout as lines of a run's YAML config, without the model and the data."""
     job, layout = best.job, best.job.layout
     precision = {"fp32": "fp32", "bf16_mixed": "bf16", "fp16_mixed": "fp16", "bf16_pure": "bf16_pure"}
-    yield f"  data: {{sequence_length: {job.sequence_length}}}"
+    yield f"data: {{sequence_length: {job.sequence_length}}}"
     yield (
-        f"  train: {{global_batch: {job.global_batch}, micro_batch: {job.micro_batch}, "
+        f"train: {{global_batch: {job.global_batch}, micro_batch: {job.micro_batch}, "
         f"precision: {precision.get(job.precision, 'bf16')}}}"
     )
-    yield "  parallel:"
-    yield f"    data: {layout.data}"
-    yield f"    zero: {layout.zero}"
+    yield f"optimizer: {{name: {job.optimizer}}}"
+    yield "parallel:"
+    yield f"  data: {layout.data}"
+    yield f"  zero: {layout.zero}"
     for name in ("tensor", "pipeline"):
         if getattr(layout, name) > 1:
-            yield f"    {name}: {getattr(layout, name)}"
+            yield f"  {name}: {getattr(layout, name)}"
+    if layout.pipeline > 1:
+        yield f"  schedule: {layout.schedule}"
+    if layout.virtual_stages > 1:
+        yield f"  virtual_stages: {layout.virtual_stages}"
     if layout.sequence_parallel:
-        yield "    sequence_parallel: true"
+        yield "  sequence_parallel: true"
     if job.recompute != "none":
-        yield f"    activation_checkpointing: {job.recompute}"
+        yield f"  activation_checkpointing: {job.recompute}"
+    if job.offload:
+        names = {"optimizer": "optimizer", "parameters": "params"}
+        moved = ", ".join(f"{names[name]}: cpu" for name in sorted(job.offload & set(names)))
+        yield f"  offload: {{{moved}}}"

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MEMORY_PARTS",
+    "OPTIMIZERS",
     "PRECISIONS",
     "TIME_PARTS",
     "ClusterLayout",
@@ -36,8 +37,9 @@ GIB = 1 << 30
 
 Precision = Literal["fp32", "fp16_mixed", "bf16_mixed", "fp16_pure", "bf16_pure", "fp8_mixed", "fp4_mixed"]
 Recompute = Literal["none", "selective", "half", "full"]
-Schedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
+Schedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble_v"]
 Optimizer = Literal["adamw", "adamw_8bit", "sgd", "adafactor", "muon", "none"]
+OPTIMIZERS = ("adamw", "adamw_8bit", "sgd", "adafactor", "muon", "none")
 Adapter = Literal["", "lora", "qlora"]
 PRECISIONS: tuple[str, ...] = (
     "fp32", "fp16_mixed", "bf16_mixed", "fp16_pure", "bf16_pure", "fp8_mixed", "fp4_mixed",
@@ -57,7 +59,7 @@ class ClusterLayout:
     """How devices are shared out; data x tensor x pipeline x context of them.
 
     shard            data ranks that ZeRO shards over (hybrid sharding); None for all of them
-    virtual_stages   stages on one pipeline rank (interleaved)
+    virtual_stages   stages on one pipeline rank (interleaved; 2 for zero_bubble_v)
     expert           of the data ranks, how many share out the experts
     sequence_parallel  the tensor ranks also cut what lies between their products
     """
@@ -81,6 +83,9 @@ class ClusterLayout:
     def text(self) -> str:
         parts = {"dp": self.data, "tp": self.tensor, "pp": self.pipeline, "cp": self.context, "ep": self.expert}
         sizes = " ".join(f"{name}{size}" for name, size in parts.items() if size > 1 or name == "dp")
+        if self.pipeline > 1 and self.schedule != "1f1b":
+            stages = f" x{self.virtual_stages}" if self.schedule == "interleaved" else ""
+            sizes += f" {self.schedule}{stages}"
         return f"{sizes} zero{self.zero}" if self.zero else sizes
 
 
@@ -127,8 +132,8 @@ class Job:
             raise UsageError(f"precision {self.precision!r} is not known{nearest(self.precision, PRECISIONS)}")
         unknown = sorted(self.offload - {"optimizer", "parameters", "activations"})
         if unknown:
-            choices = ("optimizer", "parameters", "activations")
-            raise UsageError(f"offload {unknown[0]!r} is not known{nearest(unknown[0], choices)}")
+            choices = "optimizer, parameters, activations, or none"
+            raise UsageError(f"offload {unknown[0]!r} is not known; choose of {choices}.")
 
     def check(self) -> None:
         """Raises `InfeasibleError` with the equation that the layout violates."""

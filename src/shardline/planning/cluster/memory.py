@@ -29,7 +29,15 @@ if TYPE_CHECKING:
     from shardline.planning.cluster.job import ClusterLayout
     from shardline.planning.cluster.shape import ModelShape
 
-__all__ = ["Measure", "activation_bytes", "estimate_memory", "in_flight", "stage_layers", "stage_parameters"]
+__all__ = [
+    "Measure",
+    "activation_bytes",
+    "estimate_memory",
+    "has_head",
+    "in_flight",
+    "stage_layers",
+    "stage_parameters",
+]
 
 Measure = Literal["allocated", "reserved", "device"]
 GIB = 1 << 30
@@ -74,11 +82,16 @@ def stage_parameters(shape: ModelShape, layout: ClusterLayout, rank: int) -> tup
     kv = 0 if shape.kv_lora else 2 * shape.hidden_size * shape.num_kv_heads * shape.head_dim
     layer = shape.layer_parameters(experts_share=1 / layout.expert)
     per_layer = norms + (layer - norms + kv * (copies - 1)) / t
-    first, last = rank == 0, rank == layout.pipeline - 1
+    first, last = rank == 0, has_head(layout, rank)
     ends = shape.embedding_parameters / t if first else 0.0
     if last and not (first and shape.tied):
         ends += shape.head_parameters / t
     return stage_layers(shape, layout, rank) * per_layer, ends
+
+
+def has_head(layout: ClusterLayout, rank: int) -> bool:
+    """Whether a pipeline rank holds the head: the last one, or where stages are placed like a V, the first."""
+    return rank == (0 if layout.schedule == "zero_bubble_v" else layout.pipeline - 1)
 
 
 def in_flight(layout: ClusterLayout, rank: int, num_micro_batches: int) -> float:
@@ -88,6 +101,8 @@ def in_flight(layout: ClusterLayout, rank: int, num_micro_batches: int) -> float
         return 1.0
     if layout.schedule == "gpipe":
         return float(m)
+    if layout.schedule == "zero_bubble_v":
+        return float(min(m, p))  # its limit, on each rank
     if v > 1:
         return min(float(m), ((p - rank - 1) * 2 + (v - 1) * p + 1) / v)  # passes of 1/v of the rank's layers
     return float(min(m, p - rank))
@@ -136,7 +151,7 @@ def _moments(job: Job, kind: Engine, rank: int, measure: Measure) -> tuple[list[
     if "activations" in job.offload:
         host, saved = host + saved, min(saved, 5 * saved_layer)
     logits = 0.0
-    if rank == layout.pipeline - 1:
+    if has_head(layout, rank):
         logits = tokens * shape.vocab_size / layout.tensor * (kind.chunked if job.loss == "chunked" else kind.logits)
     gradients = state.gradients
     persist = gradients if kind.gradients_persist or job.num_micro_batches > 1 else 0.0

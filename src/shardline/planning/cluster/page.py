@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from shardline import __version__
 from shardline.config.errors import UsageError
 from shardline.planning.cluster.bars import verdict
-from shardline.planning.cluster.explain import found_lines, found_to_json
+from shardline.planning.cluster.explain import config_lines, found_to_json, has_config
 from shardline.planning.cluster.figures import GIB, gib, seconds, share
 from shardline.planning.cluster.sections import all_tokens, card, memory_section, ranked_section, step_section
 
@@ -163,10 +163,8 @@ def _why_not(found: Found) -> str:
 
 
 def _config(found: Found) -> str:
-    lines = list(found_lines(found))
-    if "As a config:" in lines:
-        start = lines.index("As a config:") + 1
-        text = "\n".join(line[2:] for line in lines[start:] if line.startswith("  "))
+    if found.best is not None and has_config(found.asked):
+        text = "\n".join(config_lines(found.best))
         return card(
             "As a config", "shardline train takes it, with a model and data added.", f"<pre>{escape(text)}</pre>"
         )

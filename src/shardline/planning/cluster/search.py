@@ -5,55 +5,30 @@
     found.alternatives          # [(name, Candidate or None, why not)]
     found.changes               # when nothing fits: the cheapest change that would, in words
 
-The space is ZeRO x tensor x pipeline x micro-batch x recomputation; what is given is kept. One fits when the high end
-of its band does; where none does, one whose expected memory fits is taken and called tight.
+One fits when the high end of its band does; where none does, one whose expected memory fits is taken and called tight.
+Where nothing fits on the devices alone, states are kept in the host's memory, as few as will do.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, cast
 
-from shardline.config.errors import InfeasibleError, UsageError
-from shardline.planning.cluster.job import ClusterLayout, Job, Memory, Precision, Recompute, Time
+from shardline.config.errors import InfeasibleError
+from shardline.planning.cluster.engines import engine
+from shardline.planning.cluster.job import ClusterLayout, Job, Memory, Time
 from shardline.planning.cluster.memory import estimate_memory
+from shardline.planning.cluster.space import RECOMPUTE, SCHEDULES, Asked, jobs, per_node, why_none
 from shardline.planning.cluster.time import estimate_time
 
-if TYPE_CHECKING:
-    from shardline.hardware.catalogue import Device
-    from shardline.planning.cluster.shape import ModelShape
-
-__all__ = ["Asked", "Candidate", "Found", "parse_layout", "search"]
+__all__ = ["Asked", "Candidate", "Found", "search"]
 
 GIB = 1 << 30
-_MICRO = (1, 2, 4, 8, 16)
-_RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 _SAME = 1.01  # layouts whose speed differs by less are alike: the simpler is better
-# Stages of ZeRO that an engine has, alone and with a pipeline.
-_ZERO = {"megatron": ((0, 1), (0, 1)), "deepspeed": ((0, 1, 2, 3), (0, 1))}
-_ZERO_ELSE = ((0, 1, 2, 3), (0, 1, 2, 3))
 _COMMUNICATION = ("data", "tensor", "pipeline", "context")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Asked:
-    """What is to be trained and on what. `fixed` holds fields of `ClusterLayout` that are given; None: any will do."""
-
-    shape: ModelShape
-    device: Device
-    num_devices: int
-    sequence_length: int
-    global_batch: int
-    num_nodes: int | None = None
-    precision: Precision = "bf16_mixed"
-    optimizer: str = "adamw"
-    engine: str = "shardline"
-    micro_batch: int | None = None
-    recompute: Recompute | None = None
-    offload: frozenset[str] = frozenset()
-    fixed: Mapping[str, Any] = field(default_factory=dict)
+_NOTHING: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,11 +48,12 @@ class Candidate:
         return self.time.tokens_per_s_per_device
 
     @property
-    def effort(self) -> tuple[int, int, int, int]:
+    def effort(self) -> tuple[int, ...]:
         """Simpler layouts have smaller ones."""
         layout = self.job.layout
-        axes = sum(size > 1 for size in (layout.tensor, layout.pipeline, layout.context))
-        return _RECOMPUTE.index(cast(Any, self.job.recompute)), axes, layout.zero, -self.job.micro_batch
+        axes = sum(size > 1 for size in (layout.tensor, layout.pipeline, layout.context, layout.expert))
+        order = (SCHEDULES.index(layout.schedule), layout.virtual_stages)
+        return RECOMPUTE.index(cast(Any, self.job.recompute)), axes, layout.zero, *order, -self.job.micro_batch
 
     @property
     def exposed(self) -> float:
@@ -96,16 +72,36 @@ class Found:
     changes: list[str]
     num_tried: int
 
+    @property
+    def days(self) -> float | None:
+        """How long the best layout takes for the tokens that were asked for."""
+        if self.best is None or self.asked.tokens is None:
+            return None
+        return self.asked.tokens / (self.best.speed * self.asked.num_devices) / 86400
+
+    @property
+    def cost(self) -> float | None:
+        """Of those days, in what the price of a device's hour is in."""
+        if self.days is None or self.asked.price is None:
+            return None
+        return self.days * 24 * self.asked.num_devices * self.asked.price
+
 
 def search(asked: Asked, *, top: int = 5) -> Found:
     """Returns the best layout and its rivals.
 
     Raises `InfeasibleError`, with the equation, when what is given leaves no possible layout.
     """
-    tried = [Candidate.of(job) for job in _jobs(asked)]
+    tried = [Candidate.of(job) for job in jobs(asked)]
     if not tried:
-        raise InfeasibleError(_why_none(asked))
-    fitting = [each for each in tried if each.memory.verdict == "fits"] or [each for each in tried if each.memory.fits]
+        raise InfeasibleError(why_none(asked))
+    num_tried, fitting = len(tried), _fitting(tried)
+    for offload in engine(asked.engine).space.offload if asked.offload is None and not fitting else ():
+        offloaded = [Candidate.of(job) for job in jobs(asked, offload)]
+        num_tried += len(offloaded)
+        fitting = _fitting(offloaded)
+        if fitting:
+            break
     best = None
     if fitting:
         fastest = max(each.speed for each in fitting)
@@ -119,133 +115,90 @@ def search(asked: Asked, *, top: int = 5) -> Found:
         ranked=ranked[:top],
         alternatives=[] if asked.fixed else list(_alternatives(asked, tried, best)),
         changes=[] if best is not None else list(_changes(asked)),
-        num_tried=len(tried),
+        num_tried=num_tried,
     )
 
 
-def _jobs(asked: Asked) -> Iterator[Job]:
-    for layout in _layouts(asked):
-        for micro in (asked.micro_batch,) if asked.micro_batch else _MICRO:
-            if asked.global_batch % (micro * layout.data):
-                continue
-            for recompute in (asked.recompute,) if asked.recompute else _RECOMPUTE:
-                job = _job(asked, layout, micro, recompute)
-                try:
-                    job.check()
-                except InfeasibleError:
-                    continue
-                yield job
-
-
-def _job(asked: Asked, layout: ClusterLayout, micro: int, recompute: Recompute) -> Job:
-    return Job(
-        shape=asked.shape,
-        device=asked.device,
-        num_devices=asked.num_devices,
-        num_nodes=asked.num_nodes,
-        sequence_length=asked.sequence_length,
-        global_batch=asked.global_batch,
-        micro_batch=micro,
-        layout=layout,
-        precision=asked.precision,
-        optimizer=cast(Any, asked.optimizer),
-        engine=asked.engine,
-        recompute=recompute,
-        offload=asked.offload,
-    )
-
-
-def _layouts(asked: Asked) -> Iterator[ClusterLayout]:
-    fixed, count = dict(asked.fixed), asked.num_devices
-    most_tensor = fixed.get("tensor") or min(_per_node(asked), 16)
-    context = fixed.get("context", 1)
-    alone, piped = _ZERO.get(asked.engine, _ZERO_ELSE)
-    for tensor in _sizes(count, most_tensor, fixed.get("tensor")):
-        if asked.shape.num_heads % tensor:
-            continue
-        for pipeline in _sizes(count // tensor, asked.shape.num_layers, fixed.get("pipeline")):
-            data = count // (tensor * pipeline * context)
-            if data * tensor * pipeline * context != count or fixed.get("data", data) != data:
-                continue
-            stages = (fixed["zero"],) if "zero" in fixed else piped if pipeline > 1 else alone
-            for zero in stages if data > 1 or "zero" in fixed else (0,):
-                fields: dict[str, Any] = {"sequence_parallel": tensor > 1, **fixed}
-                fields |= {"data": data, "tensor": tensor, "pipeline": pipeline, "zero": zero}
-                yield ClusterLayout(**fields)
-
-
-def _sizes(count: int, most: int, fixed: int | None) -> list[int]:
-    if fixed is not None:
-        return [fixed] if count % fixed == 0 else []
-    return [size for size in range(1, min(count, most) + 1) if count % size == 0]
-
-
-def _per_node(asked: Asked) -> int:
-    if asked.num_nodes:
-        return max(1, -(-asked.num_devices // asked.num_nodes))
-    return asked.device.devices_per_node
-
-
-def _why_none(asked: Asked) -> str:
-    fixed, count = asked.fixed, asked.num_devices
-    product = 1
-    for name in ("data", "tensor", "pipeline", "context"):
-        product *= fixed.get(name, 1)
-    given = " x ".join(
-        f"{name} {size}" for name, size in fixed.items() if name in ("data", "tensor", "pipeline", "context")
-    )
-    if product > 1 and (count % product or ("data" in fixed and product != count)):
-        return f"{given} = {product}, which does not make {count} devices; choose sizes whose product divides {count}."
-    tensor = fixed.get("tensor", 1)
-    if asked.shape.num_heads % tensor:
-        return f"{asked.shape.num_heads} heads are not a multiple of tensor = {tensor}; choose a divisor."
-    pipeline = fixed.get("pipeline", 1)
-    if pipeline > asked.shape.num_layers:
-        return f"pipeline = {pipeline} stages are more than the {asked.shape.num_layers} layers; choose fewer."
-    data = fixed.get("data") or count // product
-    micro = asked.micro_batch or 1
-    return (
-        f"No layout divides global_batch {asked.global_batch}: with micro_batch {micro} and up to {data} data ranks it "
-        f"must be a multiple of micro_batch x data, for example {micro * data}."
-    )
+def _fitting(tried: list[Candidate]) -> list[Candidate]:
+    return [each for each in tried if each.memory.verdict == "fits"] or [each for each in tried if each.memory.fits]
 
 
 def _alternatives(
     asked: Asked, tried: list[Candidate], best: Candidate | None
 ) -> Iterator[tuple[str, Candidate | None, str]]:
     """Yields (name, its best layout, why not) of what people try first."""
+    space = engine(asked.engine).space
 
-    def only(name: str, wanted: Any) -> tuple[str, Candidate | None, str] | None:
-        group = [each for each in tried if wanted(each.job.layout)]
+    def only(name: str, wanted: Any, more: Any = None) -> Iterator[tuple[str, Candidate | None, str]]:
+        group = [each for each in tried if wanted(each)]
         if not group or (best is not None and any(each is best for each in group)):
-            return None
-        safe = [each for each in group if each.memory.verdict == "fits"]
-        fitting = safe or [each for each in group if each.memory.fits]
-        chosen = (
-            max(fitting, key=lambda each: each.speed)
-            if fitting
-            else min(group, key=lambda each: each.memory.expected_bytes)
-        )
-        return name, chosen, _why_not(chosen, best)
-
-    plain = [
-        only("plain data parallelism", lambda x: x.zero == 0 and x.tensor == x.pipeline == 1),
-        *(
-            only(f"ZeRO-{zero} alone", lambda x, zero=zero: x.zero == zero and x.tensor == x.pipeline == 1)
-            for zero in (1, 2, 3)
-        ),
-        only("tensor parallelism in the node", lambda x: x.tensor == min(_per_node(asked), 8) and x.pipeline == 1),
-        only("a pipeline without tensor parallelism", lambda x: x.pipeline > 1 and x.tensor == 1),
-    ]
-    yield from (each for each in plain if each is not None)
-    across = 2 * _per_node(asked)
-    if asked.num_devices % across == 0 and asked.shape.num_heads % across == 0:
-        jobs = _jobs(dataclasses.replace(asked, fixed={"tensor": across, "pipeline": 1}))
-        group = [Candidate.of(job) for job in jobs]
-        if group:
-            fitting = [each for each in group if each.memory.fits] or group
+            return
+        fitting = _fitting(group)
+        if fitting:
             chosen = max(fitting, key=lambda each: each.speed)
-            yield f"tensor {across}", chosen, f"crosses nodes: {_why_not(chosen, best)}"
+            yield name, chosen, _why_not(chosen, best)
+        else:
+            chosen = min(group, key=lambda each: each.memory.expected_bytes)
+            yield name, chosen, _why_not(chosen, best) + (more() if more else "")
+
+    def alone(layout: ClusterLayout, *axes: str) -> bool:
+        sizes = {name: getattr(layout, name) for name in ("tensor", "pipeline", "context", "expert")}
+        return all(size == 1 or name in axes for name, size in sizes.items())
+
+    def any_number() -> str:
+        return ", on any number of devices"
+
+    def cards(axis: str) -> Any:
+        return lambda: _cards(asked, axis)
+
+    yield from only("plain data parallelism", lambda x: x.job.layout.zero == 0 and alone(x.job.layout), any_number)
+    for zero in (1, 2, 3):
+        yield from only(f"ZeRO-{zero} alone", lambda x, zero=zero: x.job.layout.zero == zero and alone(x.job.layout))
+    in_node = min(per_node(asked), 8)
+    yield from only(
+        "tensor parallelism in the node",
+        lambda x: x.job.layout.tensor == in_node and alone(x.job.layout, "tensor"),
+        cards("tensor"),
+    )
+    yield from only(
+        "a pipeline without tensor parallelism",
+        lambda x: x.job.layout.pipeline > 1 and alone(x.job.layout, "pipeline"),
+        cards("pipeline"),
+    )
+    if best is not None and best.job.recompute != "none":
+        yield from only("without recomputation", lambda x: x.job.recompute == "none")
+    if best is not None and best.job.layout.schedule != "1f1b":
+        yield from only("1F1B", lambda x: x.job.layout.pipeline > 1 and x.job.layout.schedule == "1f1b")
+    across = 2 * per_node(asked)
+    if asked.num_devices % across == 0 and asked.shape.num_heads % across == 0 and "tensor" in space.axes:
+        yield from _given("tensor", across, "crosses nodes: ", asked, best)
+    if best is not None and not best.job.offload and asked.offload is None and space.offload:
+        plain = dataclasses.replace(asked, fixed={"tensor": 1, "pipeline": 1})
+        group = _fitting([Candidate.of(job) for job in jobs(plain, space.offload[0])])
+        if group:
+            chosen = max(group, key=lambda each: each.speed)
+            yield f"the {' and '.join(sorted(space.offload[0]))} in the host's memory", chosen, _why_not(chosen, best)
+
+
+def _given(axis: str, size: int, text: str, asked: Asked, best: Candidate | None) -> Iterator[Any]:
+    group = [Candidate.of(job) for job in jobs(dataclasses.replace(asked, fixed={axis: size, "pipeline": 1}))]
+    if group:
+        chosen = max(_fitting(group) or group, key=lambda each: each.speed)
+        yield f"{axis} {size}", chosen, f"{text}{_why_not(chosen, best)}"
+
+
+def _cards(asked: Asked, axis: str) -> str:
+    """Returns in words how many devices an axis alone would need; the others are not used, ZeRO neither."""
+    others = {name: 1 for name in ("tensor", "pipeline", "context", "expert", "data") if name != axis}
+    most = asked.shape.num_heads if axis == "tensor" else asked.shape.num_layers
+    for size in range(2, most + 1):
+        changed = dataclasses.replace(
+            asked, num_devices=size, num_nodes=None, fixed={**others, "zero": 0, axis: size}, micro_batch=None
+        )
+        if any(estimate_memory(job).fits for job in jobs(changed)):
+            nodes = f", which crosses nodes of {per_node(asked)}" if axis == "tensor" and size > per_node(asked) else ""
+            return f"; alone it takes {size} devices{nodes}"
+    return f"; alone it fits on no number of them (up to {axis} = {most})"
 
 
 def _why_not(each: Candidate, best: Candidate | None) -> str:
@@ -269,14 +222,17 @@ def _changes(asked: Asked) -> Iterator[str]:
     """Yields the changes that would make something fit, cheapest first."""
 
     def works(**changes: Any) -> bool:
-        return any(estimate_memory(job).fits for job in _jobs(dataclasses.replace(asked, **changes)))
+        changed = dataclasses.replace(asked, **changes)
+        sets = (_NOTHING, *engine(asked.engine).space.offload) if changed.offload is None else (changed.offload,)
+        return any(estimate_memory(job).fits for offload in sets for job in jobs(changed, offload))
 
     if asked.recompute not in (None, "full") and works(recompute="full"):
         yield "recompute activations (--recompute full)"
     if asked.micro_batch not in (None, 1) and works(micro_batch=1):
         yield "micro-batches of one row (--micro-batch 1)"
-    for offload in (frozenset({"optimizer"}), frozenset({"optimizer", "parameters"})):
-        if not offload <= asked.offload and works(offload=offload):
+    given = frozenset() if asked.offload is None else asked.offload
+    for offload in engine(asked.engine).space.offload if asked.offload is not None else ():
+        if not offload <= given and works(offload=offload):
             names = sorted(offload)
             yield f"keep the {' and '.join(names)} in the host's memory (--offload {','.join(names)})"
             break
@@ -303,20 +259,3 @@ def _enough(asked: Asked, works: Any, changes: dict[str, Any]) -> int | None:
             return count
         count *= 2
     return None
-
-
-def parse_layout(text: str) -> dict[str, Any]:
-    """Returns the fields of "tp=2,pp=4,zero=1"; raises `UsageError` for others."""
-    names = {"tp": "tensor", "pp": "pipeline", "dp": "data", "cp": "context", "ep": "expert", "zero": "zero"}
-    known = {**names, **{name: name for name in names.values()}}
-    found: dict[str, Any] = {}
-    for part in filter(None, (part.strip() for part in text.split(","))):
-        key, _, value = part.partition("=")
-        if key not in known:
-            raise UsageError(f"--layout: {key!r} is not an axis; use {', '.join(names)}.")
-        if not value.isdigit() or int(value) > 1_000_000 or (key != "zero" and int(value) < 1):
-            raise UsageError(f"--layout: {key}={value!r} must be a whole number of at least {int(key != 'zero')}.")
-        found[known[key]] = int(value)
-    if found.get("zero", 0) > 3:
-        raise UsageError(f"--layout: zero={found['zero']} is not a stage of ZeRO; use 0 to 3.")
-    return found

@@ -25,7 +25,16 @@ if TYPE_CHECKING:
     from shardline.hardware.catalogue import Device
     from shardline.planning.cluster.shape import ModelShape
 
-__all__ = ["WEIGHT_BYTES", "Serving", "decode_s", "estimate_serving", "kv_bytes", "prefill_s", "runtime_names"]
+__all__ = [
+    "WEIGHT_BYTES",
+    "Serving",
+    "decode_s",
+    "estimate_serving",
+    "kv_bytes",
+    "prefill_s",
+    "runtime_names",
+    "runtime_types",
+]
 
 GIB = 1 << 30
 WEIGHT_BYTES = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "fp8": 1.0, "int8": 1.03, "int4": 0.56, "nf4": 0.5625}
@@ -252,6 +261,12 @@ def decode_s(
     return max(streamed, compute) + _all_reduces(shape, device, batch, tensor) + _host(shape, weights, runtime)
 
 
+def runtime_types(runtime: str) -> tuple[list[str], list[str]]:
+    """Returns the types of weights and of caches that a runtime serves."""
+    facts = _runtime(runtime)
+    return facts["weights"], facts["caches"]
+
+
 def runtime_names() -> tuple[str, ...]:
     return tuple(_runtimes())
 
@@ -358,7 +373,7 @@ def _runtimes() -> dict[str, dict[str, Any]]:
     text = resources.files("shardline.planning.cluster").joinpath("runtimes.yaml").read_text(encoding="utf-8")
     data = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     assert set(data) == {"runtimes"}, f"unknown keys among {sorted(data)}"
-    keys = {"step_s", "layer_s", "quantized_layer_s", "context_gib", "graphs_gib", "source"}
+    keys = {"step_s", "layer_s", "quantized_layer_s", "context_gib", "graphs_gib", "weights", "caches", "source"}
     for name, facts in data["runtimes"].items():
         assert set(facts) == keys, f"{name}: unknown or missing keys {sorted(set(facts) ^ keys)}"
     return data["runtimes"]

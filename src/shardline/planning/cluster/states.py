@@ -45,8 +45,15 @@ def state_bytes(job: Job, kind: Engine, *, layers: float, ends: float, num_layer
     elements = layers + ends
     zero = layout.zero
 
+    # Experts are on 1 of layout.expert data ranks already: ZeRO shares them out over so many fewer.
+    routed = (1 - job.shape.dense_layers / job.shape.num_layers) * job.shape.num_experts * job.shape.expert_parameters
+    twice = num_layers * routed / layout.expert / layout.tensor * (layout.expert - 1)
+
     def shared(pairs: tuple[tuple[float, int], ...], count: float) -> float:
-        return sum(size * count / (ranks if zero >= stage else 1) for size, stage in pairs)
+        more = 0.0 if job.adapter else twice
+        return sum(
+            size * (count + (more if zero >= stage else 0.0)) / (ranks if zero >= stage else 1) for size, stage in pairs
+        )
 
     states = kind.states_of(job.precision)
     frozen = bool(job.adapter)

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 
 from shardline.planning.cluster.engines import Engine, engine
 from shardline.planning.cluster.job import Job, Time
-from shardline.planning.cluster.memory import stage_layers, stage_parameters
+from shardline.planning.cluster.memory import has_head, stage_layers, stage_parameters
 from shardline.planning.cluster.products import layer_efficiency, product_efficiency
+from shardline.planning.moments import bubble
 
 if TYPE_CHECKING:
     from shardline.planning.cluster.shape import ModelShape
@@ -41,7 +42,8 @@ def estimate_time(job: Job) -> Time:
     head = _head(job, kind, tokens)
     mean = shape.num_layers / p
     most = stage_layers(shape, layout, 0)
-    slowest = max(most, stage_layers(shape, layout, p - 1) + head / max(1e-12, sum(layer.values())))
+    ends = stage_layers(shape, layout, 0 if has_head(layout, 0) else p - 1)
+    slowest = max(most, ends + head / max(1e-12, sum(layer.values())))
     parts = {
         "compute": m * (layer["products"] + layer["traffic"]) * slowest,
         "attention": m * layer["attention"] * slowest,
@@ -51,7 +53,10 @@ def estimate_time(job: Job) -> Time:
         "host": m * layer["host"] * slowest,
     }
     one = sum(layer.values()) * mean + head / p
-    parts["bubble"] = (p - 1) / v * one * (0.35 if layout.schedule == "zero_bubble" else 1.0)
+    idle = (p - 1) / v
+    if layout.schedule == "zero_bubble_v":
+        idle = m * bubble("zero_bubble_v", num_ranks=p, num_micro_batches=m, stages_per_rank=2)
+    parts["bubble"] = idle * one
     parts["pipeline"] = _pipeline(job, kind, tokens)
     backward = sum(layer.values()) * mean
     parts["data"] = _data(job, kind, backward)
