@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
 from shardline.config import InfeasibleError, RunConfig
+from shardline.hardware.catalogue import device
 from shardline.hardware.memory import rss_bytes
 from shardline.models.presets import preset
 from shardline.parallel.grid import Layout
+from shardline.planning.cluster.job import ClusterLayout, Job
+from shardline.planning.cluster.memory import estimate_memory
+from shardline.planning.cluster.shape import ModelShape
 from shardline.planning.memory import Predictor
 from shardline.planning.parameters import count_parameters
 from shardline.training.exact import exact_memory
@@ -21,6 +26,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor 
 SMALL = 1 << 14  # step counters and the loss's sums
 MODEL = small_model(tied=False)
 P = count_parameters(MODEL).total
+# Wide enough for its own tensors to be the larger part.
+WIDE = dataclasses.replace(preset("llama-3.2-1b"), num_layers=8, vocab_size=32000, sliding_windows=())
 
 
 def config(*, global_batch: int = 8, micro_batch: int = 1, sequence_length: int = 128, **parallel: object) -> RunConfig:
@@ -67,6 +74,64 @@ def test_a_model_that_this_machine_could_not_hold_is_counted():
     exact = exact_memory(config(zero=3, global_batch=64, sequence_length=512), model, world_size=64)
     assert 0 <= exact.kept_bytes - 12 * count_parameters(model).total // 64 < SMALL
     assert rss_bytes() - before < 2**30
+
+
+def test_mixtures_are_refused():
+    with pytest.raises(InfeasibleError, match="each of 8 experts gets depends on values"):
+        exact_memory(config(zero=3), preset("mixtral-8x7b"), world_size=2)
+
+
+def piped(schedule: str, stages: int = 1, **sizes: int) -> ClusterLayout:
+    return ClusterLayout(pipeline=2, schedule=schedule, virtual_stages=stages, **sizes)  # pyrefly: ignore
+
+
+@pytest.mark.parametrize(
+    ("layout", "recompute"),
+    [
+        *((ClusterLayout(data=8, zero=3), recompute) for recompute in ("none", "selective", "full")),
+        (ClusterLayout(data=8, zero=2), "none"),
+        (ClusterLayout(data=8, zero=3, shard=2), "full"),
+        (ClusterLayout(tensor=2), "none"),
+        (ClusterLayout(data=2, tensor=2, sequence_parallel=True, zero=3), "selective"),
+        (piped("1f1b"), "full"),
+        (piped("interleaved", 2), "none"),
+        (piped("zero_bubble_v", 2), "none"),
+        (piped("1f1b", data=4, zero=3), "none"),
+    ],
+    ids=str,
+)
+def test_a_plan_for_other_devices_finds_about_as_much(layout: ClusterLayout, recompute: Any):
+    """It calculates a kernel's temporary memory too, which is no tensor."""
+    count, rows = 2 * layout.pipeline, 1
+    job = Job(
+        shape=ModelShape.of(WIDE),
+        device=device("h100"),
+        num_devices=layout.num_devices,
+        sequence_length=1024,
+        global_batch=layout.data * rows * count,
+        micro_batch=rows,
+        layout=layout,
+        recompute=recompute,
+        precision="fp32",
+    )
+    found = estimate_memory(job, measure="allocated")
+    run = config(
+        zero=layout.zero,
+        zero_group=layout.shard or "auto",
+        data=layout.data,
+        tensor=layout.tensor,
+        pipeline=layout.pipeline,
+        sequence_parallel=layout.sequence_parallel,
+        schedule=layout.schedule,
+        virtual_stages=layout.virtual_stages if layout.virtual_stages > 1 else "auto",
+        activation_checkpointing=recompute,
+        global_batch=job.global_batch,
+        micro_batch=rows,
+        sequence_length=1024,
+    )
+    rank = found.pipeline_rank * layout.data * layout.tensor
+    counted = exact_memory(run, WIDE, world_size=layout.num_devices, rank=rank).peak_bytes
+    assert 0.95 * counted <= found.expected_bytes <= 1.12 * counted
 
 
 def test_ddp_is_refused_with_what_to_do():

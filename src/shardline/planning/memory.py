@@ -114,10 +114,13 @@ def predict(model: DecoderConfig, run: RunConfig, *, data_ranks: int, zero: int 
 
 
 class Predictor:
-    """Predictions for one model and run in many layouts: what several layouts share is worked out once."""
+    """Predictions for one model and run in many layouts: what several layouts share is worked out once.
 
-    def __init__(self, model: DecoderConfig, run: RunConfig) -> None:
-        self._model, self._run = model, run
+    copies   collectives copy what they send and receive, as gloo's do; NCCL's work in place
+    """
+
+    def __init__(self, model: DecoderConfig, run: RunConfig, *, copies: bool = True) -> None:
+        self._model, self._run, self._copies = model, run, copies
         self._passes: dict[object, ActivationSizes] = {}
         self._states: dict[object, StateSizes] = {}
 
@@ -154,7 +157,12 @@ class Predictor:
         key = dataclasses.replace(layout, micro_batches=None), rank
         if key not in self._states:
             self._states[key] = StateSizes.of(
-                self._model, self._run, layout, rank=rank, arithmetic=self._arithmetic(layout)
+                self._model,
+                self._run,
+                layout,
+                rank=rank,
+                arithmetic=self._arithmetic(layout),
+                copies=self._copies,
             )
         return self._states[key]
 

@@ -140,6 +140,8 @@ class StateSizes:
     written      of what is being saved
     copy         of the state, that background saves write; 0 without them
     small        of `full`, in tensors that the allocator keeps
+    hybrid       FSDP2 shards over some of the data ranks, and the others hold replicas
+    copies       collectives copy what they send and receive (gloo's do)
     """
 
     sharded: bool
@@ -160,10 +162,19 @@ class StateSizes:
     element: int
     gathered_element: int
     state: OptimizerState
+    hybrid: bool
+    copies: bool
 
     @classmethod
     def of(
-        cls, model: DecoderConfig, run: RunConfig, layout: Layout, *, rank: int, arithmetic: Arithmetic
+        cls,
+        model: DecoderConfig,
+        run: RunConfig,
+        layout: Layout,
+        *,
+        rank: int,
+        arithmetic: Arithmetic,
+        copies: bool = True,
     ) -> StateSizes:
         length = run.data.sequence_length
         held = hold_part(model, layout, rank=rank, sequence_length=length)
@@ -204,6 +215,8 @@ class StateSizes:
             element=element,
             gathered_element=_BF16 if arithmetic == "bf16" else _FP32,
             state=state,
+            hybrid=sharded and layout.zero_group is not None,
+            copies=copies,
         )
 
     def gathered(self, size: int) -> int:
@@ -289,7 +302,7 @@ class RankSizes:
         if phase != "backward":
             return shard, kept, gathered
         # One layer computes while the next is gathered (through a flat buffer) and the last is reduced (the same).
-        in_flight = 2 * layer + state.layer
+        in_flight = state.layer + (2 * layer if state.copies else 0)
         return shard, kept + layer, gathered + in_flight + (0 if state.keeps_parameters else 2 * layer)
 
     def _outside(self, phase: Phase) -> Parts:
@@ -299,6 +312,7 @@ class RankSizes:
         gradients = state.full if state.buckets else 0
         optimizer, communication = state.state.kept_bytes, 0
         checkpoint = state.copy + state.written if state.copy or phase == "save" else 0
+        accumulated = any(moment.accumulated for moment in self.passes.moments)
         if phase == "build":
             optimizer, communication, checkpoint = 0, state.largest, 0
         if phase == "optimizer":
@@ -308,12 +322,13 @@ class RankSizes:
                 root = state.gathered(state.outer)
                 gradients = shard + root + (state.gathered(state.head) if state.ties_here else 0)
                 communication += root + state.outer
+                if state.hybrid and accumulated:  # what was reduced over replicas lives until backward is over
+                    gradients += shard
             else:
                 late = state.embedding if state.ties_here or state.buckets else 0  # before it is added or copied
                 gradients = state.full + late + (state.head if state.ties_here and state.buckets else 0)
                 communication += state.full if state.reduces_copies else 0
         heap = sum(stage.heap for stage in self.passes.stages)
-        accumulated = any(moment.accumulated for moment in self.passes.moments)
         return Parts(
             phase=phase,
             weights=shard,

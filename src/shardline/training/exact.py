@@ -8,7 +8,7 @@ checks the closed form (`planning.memory`). Large tensors are fake (torch's Fake
 and a storage's size, but no bytes; small ones are real, so that code that looks at values goes on. Temporary memory
 inside of a kernel, the allocator's rounding and the process itself are not counted.
 
-DDP's reducer refuses a fake process group, so ZeRO-0 and 1 work with one data rank only.
+DDP's reducer refuses a fake process group, so ZeRO-0 and 1 work with one data rank only. A mixture routes by values.
 """
 
 from __future__ import annotations
@@ -62,8 +62,14 @@ class ExactMemory:
 def exact_memory(config: RunConfig, architecture: DecoderConfig, *, world_size: int, rank: int = 0) -> ExactMemory:
     """Returns what one of `world_size` ranks would hold; takes seconds, and little memory for a model of any size.
 
-    Raises `InfeasibleError` for layouts that need DDP, and whatever the trainer raises for those it refuses.
+    Raises `InfeasibleError` for layouts that need DDP and for mixtures, and whatever the trainer raises for those it
+    refuses.
     """
+    if architecture.num_experts:
+        raise InfeasibleError(
+            f"How many tokens each of {architecture.num_experts} experts gets depends on values, and fake tensors "
+            "have none; read the closed form's prediction."
+        )
     layout = Layout.resolve(config.parallel, world_size=world_size)
     if layout.data > 1 and layout.zero < 2:
         raise InfeasibleError(

@@ -26,6 +26,7 @@ __all__ = [
     "TIME_PARTS",
     "ClusterLayout",
     "Job",
+    "Measure",
     "Memory",
     "Precision",
     "Recompute",
@@ -34,6 +35,7 @@ __all__ = [
 ]
 
 GIB = 1 << 30
+Measure = Literal["allocated", "reserved", "device"]
 
 Precision = Literal["fp32", "fp16_mixed", "bf16_mixed", "fp16_pure", "bf16_pure", "fp8_mixed", "fp4_mixed"]
 Recompute = Literal["none", "selective", "half", "full"]

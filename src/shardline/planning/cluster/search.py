@@ -14,18 +14,21 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, cast
 
 from shardline.config.errors import InfeasibleError
 from shardline.planning.cluster.engines import engine
 from shardline.planning.cluster.job import ClusterLayout, Job, Memory, Time
-from shardline.planning.cluster.memory import estimate_memory
+from shardline.planning.cluster.memory import closed_form, estimate_memory
 from shardline.planning.cluster.space import RECOMPUTE, SCHEDULES, Asked, jobs, per_node, why_none
 from shardline.planning.cluster.time import estimate_time
 
 __all__ = ["Asked", "Candidate", "Found", "search"]
 
 GIB = 1 << 30
+_HOPELESS = 2.0
+_LEAST = 12  # that are looked at closely for the one that needs least
 _SAME = 1.01  # layouts whose speed differs by less are alike: the simpler is better
 _COMMUNICATION = ("data", "tensor", "pipeline", "context")
 _NOTHING: frozenset[str] = frozenset()
@@ -36,12 +39,25 @@ class Candidate:
     """One layout with what it takes."""
 
     job: Job
-    memory: Memory
     time: Time
 
     @classmethod
     def of(cls, job: Job) -> Candidate:
-        return cls(job=job, memory=estimate_memory(job), time=estimate_time(job))
+        return cls(job=job, time=estimate_time(job))
+
+    @cached_property
+    def memory(self) -> Memory:
+        return estimate_memory(self.job)
+
+    @cached_property
+    def roughly(self) -> float:
+        """Bytes, quickly."""
+        return closed_form(self.job).needed_bytes
+
+    @property
+    def is_hopeless(self) -> bool:
+        """Whether it needs so much that a closer look is not worth its time."""
+        return self.roughly > _HOPELESS * self.job.device.memory_bytes
 
     @property
     def speed(self) -> float:
@@ -95,11 +111,11 @@ def search(asked: Asked, *, top: int = 5) -> Found:
     tried = [Candidate.of(job) for job in jobs(asked)]
     if not tried:
         raise InfeasibleError(why_none(asked))
-    num_tried, fitting = len(tried), _fitting(tried)
+    num_tried, fitting = len(tried), _fitting(tried, top)
     for offload in engine(asked.engine).space.offload if asked.offload is None and not fitting else ():
         offloaded = [Candidate.of(job) for job in jobs(asked, offload)]
         num_tried += len(offloaded)
-        fitting = _fitting(offloaded)
+        fitting = _fitting(offloaded, top)
         if fitting:
             break
     best = None
@@ -108,7 +124,7 @@ def search(asked: Asked, *, top: int = 5) -> Found:
         best = min((each for each in fitting if each.speed * _SAME >= fastest), key=lambda each: each.effort)
         ranked = sorted(fitting, key=lambda each: (each is not best, -each.speed))
     else:
-        ranked = sorted(tried, key=lambda each: each.memory.expected_bytes)
+        ranked = _least(tried, top)
     return Found(
         asked=asked,
         best=best,
@@ -119,8 +135,27 @@ def search(asked: Asked, *, top: int = 5) -> Found:
     )
 
 
-def _fitting(tried: list[Candidate]) -> list[Candidate]:
-    return [each for each in tried if each.memory.verdict == "fits"] or [each for each in tried if each.memory.fits]
+def _fitting(tried: list[Candidate], top: int = 1) -> list[Candidate]:
+    """Returns the fastest `top` that fit, and all that are as fast as the first of them."""
+    safe: list[Candidate] = []
+    tight: list[Candidate] = []
+    for each in sorted(tried, key=lambda each: -each.speed):
+        if len(safe) >= top and each.speed * _SAME < safe[0].speed:
+            break
+        if not each.is_hopeless and each.memory.fits:
+            (safe if each.memory.verdict == "fits" else tight).append(each)
+    return safe or tight
+
+
+def _least(tried: list[Candidate], top: int = 1) -> list[Candidate]:
+    """Returns those that need least memory."""
+    likely = sorted(tried, key=lambda each: each.roughly)[: max(_LEAST, 2 * top)]
+    return sorted(likely, key=lambda each: each.memory.expected_bytes)[:top]
+
+
+def _fits(job: Job) -> bool:
+    each = Candidate.of(job)
+    return not each.is_hopeless and each.memory.fits
 
 
 def _alternatives(
@@ -138,7 +173,7 @@ def _alternatives(
             chosen = max(fitting, key=lambda each: each.speed)
             yield name, chosen, _why_not(chosen, best)
         else:
-            chosen = min(group, key=lambda each: each.memory.expected_bytes)
+            chosen = _least(group)[0]
             yield name, chosen, _why_not(chosen, best) + (more() if more else "")
 
     def alone(layout: ClusterLayout, *axes: str) -> bool:
@@ -195,7 +230,7 @@ def _cards(asked: Asked, axis: str) -> str:
         changed = dataclasses.replace(
             asked, num_devices=size, num_nodes=None, fixed={**others, "zero": 0, axis: size}, micro_batch=None
         )
-        if any(estimate_memory(job).fits for job in jobs(changed)):
+        if any(_fits(job) for job in jobs(changed)):
             nodes = f", which crosses nodes of {per_node(asked)}" if axis == "tensor" and size > per_node(asked) else ""
             return f"; alone it takes {size} devices{nodes}"
     return f"; alone it fits on no number of them (up to {axis} = {most})"
@@ -224,7 +259,7 @@ def _changes(asked: Asked) -> Iterator[str]:
     def works(**changes: Any) -> bool:
         changed = dataclasses.replace(asked, **changes)
         sets = (_NOTHING, *engine(asked.engine).space.offload) if changed.offload is None else (changed.offload,)
-        return any(estimate_memory(job).fits for offload in sets for job in jobs(changed, offload))
+        return any(_fits(job) for offload in sets for job in jobs(changed, offload))
 
     if asked.recompute not in (None, "full") and works(recompute="full"):
         yield "recompute activations (--recompute full)"

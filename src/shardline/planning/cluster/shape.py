@@ -10,7 +10,7 @@ Counts are elements. FLOPs are of one token: 2 a multiply-add.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -69,6 +69,7 @@ class ModelShape:
     kv_lora: int = 0
     q_lora: int = 0
     rope_dim: int = 0
+    decoder: DecoderConfig | None = field(default=None, compare=False, repr=False)  # all of it, where it is known
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim", "ffn_size", "vocab_size"):
@@ -108,6 +109,7 @@ class ModelShape:
             expert_size=config.expert_size,
             dense_layers=len(config.dense_layers),
             windows=() if set(counts) == {None} else tuple(counts.items()),
+            decoder=config,
         )
 
     @classmethod

@@ -73,7 +73,7 @@ def state_bytes(job: Job, kind: Engine, *, layers: float, ends: float, num_layer
         base_size = layer_size
     gathered = 0.0
     if zero >= 2 and ranks > 1:
-        size = base_size or min(2.0, states.weights[0][0])
+        size = base_size or (4.0 if job.precision == "fp32" else min(2.0, states.weights[0][0]))
         if zero == 2 and not kind.gradients_persist:
             weights += elements * size  # whole weights stay after the forward pass
         elif zero == 3:
