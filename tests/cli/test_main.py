@@ -101,8 +101,9 @@ def test_config_show_and_schema(tmp_path, capsys):
     assert main(["config", "show", str(path), "--json"]) == 0
 
 
-def test_a_closed_pipe_is_no_traceback():
-    code = "import sys; from shardline.cli.main import main; sys.exit(main(['config', 'schema']))"
+@pytest.mark.parametrize("words", [["config", "schema"], ["plan", "--goal", "tpu", "--offline", "--json"]])
+def test_a_closed_pipe_is_no_traceback(words):
+    code = f"import sys; from shardline.cli.main import main; sys.exit(main({words}))"
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     process.stdout.close()
     _, errors = process.communicate()

@@ -210,3 +210,15 @@ def test_a_family_that_the_decoder_lacks_is_named(tmp_path, capsys):
     error = capsys.readouterr().err
     assert "model_type" in error
     assert "mamba" in error
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_the_answer_s_memory_is_counted_too(capsys):
+    words = "smollm2-135m --devices 8xH100 --sequence-length 1024 --exact"
+    exact = answer_of(f"{words} --layout zero=3,tp=1", capsys)["exact"]
+    assert 0.95 * exact["counted_gib"] < exact["calculated_gib"] < 1.15 * exact["counted_gib"]
+    refused = answer_of(f"{words} --layout zero=1,tp=1,pp=1", capsys)
+    assert refused["fits"]
+    assert refused["exact"]["text"].startswith("Not counted: parallel.zero = 1 over 8 data ranks is DDP")
+    assert main(["plan", *"mpt-7b --devices 8xH100 --exact".split()]) == 2
+    assert "it takes a model that Shardline trains" in capsys.readouterr().err

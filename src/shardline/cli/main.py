@@ -74,7 +74,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(verb: str, module: object, args: argparse.Namespace) -> int:
     try:
-        result = module.run(args)  # type: ignore[attr-defined]
+        result = module.run(args) or {}  # type: ignore[attr-defined]
+        code = result.pop("exit_code", 0)  # a verb whose answer is "no" still gives all its facts
+        if args.json and result:  # `serve` has printed its object when it was ready, rank 0 of `train` its own
+            print(json.dumps(result), flush=True)
     except ShardlineError as error:
         print(f"shardline {verb}: {error}", file=sys.stderr)
         if args.json:
@@ -86,10 +89,6 @@ def _run(verb: str, module: object, args: argparse.Namespace) -> int:
     except BrokenPipeError:  # `shardline ... | head` closed our output; that is not an error of ours
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    result = result or {}
-    code = result.pop("exit_code", 0)  # a verb whose answer is "no" still gives all its facts
-    if args.json and result:  # `serve` has printed its object when it was ready, rank 0 of `train` its own
-        print(json.dumps(result))
     return code
 
 

@@ -7,6 +7,7 @@ shardline plan llama-3.1-8b --devices 8xH100     # a preset, a model folder or a
 shardline plan CONFIG.yaml --devices 64xA100-80GB --html plan.html
 shardline plan llama-3.1-8b --devices 8xL4 --for serve --request-rate 4 --ttft-limit 2
 shardline plan --params 13e9 --devices 8xV100-32GB --sequence-length 2048 --engine megatron --layout tp=8
+shardline plan --goal throughput --devices 8xMI300X   # which framework and runtime, and why
 shardline plan --truth RUNS.csv --json           # published runs, predicted
 """
 
@@ -32,7 +33,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", nargs="?", help="YAML config, without it the defaults; with --devices, the model")
     parser.add_argument("--nproc", type=int, help="processes on this machine; the default is as many as it has cores")
     parser.add_argument("--preset", help="named architecture, in place of the config's model")
-    parser.add_argument("--goal", help="which framework and runtime for: research, cheapest, throughput, latency, ...")
+    advice = parser.add_argument_group("which framework and runtime")
+    advice.add_argument(
+        "--goal",
+        help="research, cheapest, throughput, latency, mobile, browser, tpu, amd or legacy-tensorflow: what to train "
+        "and serve with, and why; with --devices, on those",
+    )
+    advice.add_argument("--offline", action="store_true", help="do not ask the package index how packages are")
     plan_devices.add_arguments(parser)
 
 
@@ -43,9 +50,28 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         found = predict_file(args.truth)
         make_console(json_mode=args.json).print(_score(found["summary"]))
         return found
+    if args.goal is not None:
+        return _advise(args)
     if args.devices is not None:
         return plan_devices.run(args)
     return _on_this_machine(args)
+
+
+def _advise(args: argparse.Namespace) -> dict[str, Any]:
+    from shardline.hardware.catalogue import parse_devices
+    from shardline.hardware.health import find_health
+    from shardline.hardware.package_index import find_index
+    from shardline.planning.advice.advice import advise, packages_of
+    from shardline.planning.advice.text import advice_lines, advice_to_json
+
+    device = None if args.devices is None else parse_devices(args.devices)[1]
+    names = packages_of(args.goal)
+    health = find_health(names, find=(lambda: None) if args.offline else find_index)
+    advice = advise(args.goal, health=health, device=device)
+    console = make_console(json_mode=args.json)
+    for line in advice_lines(advice):
+        console.print(line, highlight=False, markup=False)
+    return advice_to_json(advice)
 
 
 def _score(summary: dict[str, Any]) -> str:

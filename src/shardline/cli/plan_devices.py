@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import shlex
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+import yaml
+
 from shardline.cli.console import make_console
-from shardline.config import RunConfig, UsageError, load_config
+from shardline.config import InfeasibleError, RunConfig, UsageError, load_config
 from shardline.config.errors import nearest
 
 if TYPE_CHECKING:
     from shardline.hardware.catalogue import Device
     from shardline.models.config import DecoderConfig
+    from shardline.planning.cluster.search import Found
     from shardline.planning.cluster.shape import ModelShape
     from shardline.planning.cluster.space import Asked
 
@@ -51,6 +57,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     train.add_argument("--recompute", choices=("none", "selective", "full"), help="(default: what is best)")
     train.add_argument(
         "--offload", help="kept in the host: optimizer,parameters,activations, or none (default: what has to be)"
+    )
+    train.add_argument(
+        "--exact", action="store_true", help="count the answer's memory too: Shardline's own step on fake tensors"
     )
     train.add_argument("--tokens", type=float, help="tokens to train on in all, as 2e12: days are calculated")
     train.add_argument("--price", type=float, help="of one device's hour: the cost is calculated")
@@ -102,7 +111,42 @@ def _train(args: argparse.Namespace, count: int, device: Device) -> dict[str, An
     console.print(found_table(found))
     for line in rest:
         console.print(line, highlight=False)
-    return {**found_to_json(found), "exit_code": 0 if found.best is not None else 3}
+    exact = {"exact": _count(found)} if args.exact else {}
+    for line in exact.values():
+        console.print(line["text"], highlight=False)
+    return {**found_to_json(found), **exact, "exit_code": 0 if found.best is not None else 3}
+
+
+def _count(found: Found) -> dict[str, Any]:
+    """Returns the tensors of the answer's fattest rank, counted on fake tensors, beside what is calculated (GiB)."""
+    from shardline.planning.cluster.explain import config_lines, has_config
+    from shardline.planning.cluster.memory import estimate_memory
+    from shardline.training.exact import exact_memory
+
+    best, decoder = found.best or found.ranked[0], found.asked.shape.decoder
+    if decoder is None or not has_config(found.asked):
+        raise UsageError("--exact runs Shardline's own step: it takes a model that Shardline trains, and its engine.")
+    job, layout = best.job, best.job.layout
+    config = msgspec.convert(yaml.safe_load("\n".join(config_lines(best))), RunConfig)
+    passes = min(job.num_micro_batches, 2 * layout.pipeline)  # more hold no more
+    train = dataclasses.replace(config.train, global_batch=layout.data * job.micro_batch * passes)
+    calculated = estimate_memory(job, measure="allocated")
+    rank = calculated.pipeline_rank * layout.data * layout.tensor
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+        try:
+            counted = exact_memory(
+                dataclasses.replace(config, train=train), decoder, world_size=job.num_devices, rank=rank
+            ).peak_bytes
+        except InfeasibleError as error:  # the plan itself stands
+            return {"counted_gib": None, "calculated_gib": None, "rank": rank, "text": f"Not counted: {error}"}
+    gib = 1 << 30
+    text = (
+        f"Counted on fake tensors: {counted / gib:.2f} GiB of tensors on that rank, where "
+        f"{calculated.expected_bytes / gib:.2f} are calculated."
+    )
+    calculated_gib = calculated.expected_bytes / gib
+    return {"counted_gib": counted / gib, "calculated_gib": calculated_gib, "rank": rank, "text": text}
 
 
 def _serve(args: argparse.Namespace, count: int, device: Device) -> dict[str, Any]:

@@ -245,6 +245,8 @@ def _why_not(each: Candidate, best: Candidate | None) -> str:
     if best is None:
         return "fits"
     text = f"{each.speed / best.speed:.0%} of the speed, {each.exposed:.0%} of a step is exposed communication"
+    if each.job.recompute not in ("none", best.job.recompute):
+        text += f", with {each.job.recompute} recomputation"
     bubble = each.time.parts.get("bubble", 0.0) / each.time.step_s
     if bubble > 0.05:
         text += f", {bubble:.0%} the pipeline's bubble"
