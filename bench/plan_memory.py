@@ -1,11 +1,12 @@
-"""Predicted against measured memory: trains a few steps in each layout and compares every run's fattest process.
+"""Predicted against measured memory and step time: trains a few steps in each layout and compares.
 
     python bench/plan_memory.py                       # all cases, about ten minutes on two cores
     python bench/plan_memory.py --only 34m --json out.json
 
 A case is one model, batch and layout. Its processes are started as `shardline train` starts them and load what it
 loads; they build the model, run three steps and one evaluation on random tokens, and report the kernel's high-water
-mark of their own memory (VmHWM). The prediction is what `shardline plan` would say.
+mark of their own memory (VmHWM). The prediction is what `shardline plan` would say. A step's time is the median of all
+but the first; --steps 6 for one worth reading, on a machine that does nothing else.
 """
 
 from __future__ import annotations
@@ -14,20 +15,26 @@ import argparse
 import dataclasses
 import gc
 import importlib
+import itertools
 import json
 import os
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from shardline.config import RunConfig, load_config
 from shardline.models.config import DecoderConfig, RopeConfig
 from shardline.models.presets import preset
+
+if TYPE_CHECKING:
+    from shardline.hardware.probe import Machine
 
 GIB = 1 << 30
 
@@ -226,7 +233,9 @@ def train(case: Case, steps: int, world: Any) -> dict[str, int]:
     trainer = Trainer(config=case.config(), world=world, architecture=model, rows=rows, heldout=rows)
     seen["laid out"] = peak_rss_bytes()
     for step in range(steps):
+        started = time.perf_counter_ns()
         trainer.train_step()
+        seen[f"step {step + 1} ns"] = time.perf_counter_ns() - started
         seen[f"step {step + 1}"] = peak_rss_bytes()
     seen["resting"] = rss_bytes()
     trainer.evaluate()
@@ -270,22 +279,34 @@ def main() -> None:
     if args.work:
         work(Case(**json.loads(args.work)), args.steps)
         return
+    from shardline.hardware.probe import probe
     from shardline.planning.memory import predict
 
-    results = []
-    print("| case | predicted GiB | measured GiB | error | phase |\n|---|---|---|---|---|", flush=True)
+    results, machine = [], probe()
+    print(
+        "| case | predicted GiB | measured GiB | error | phase | predicted s | measured s | ratio |\n"
+        "|---|---|---|---|---|---|---|---|",
+        flush=True,
+    )
     for case in CASES:
         if args.only not in case.name:
             continue
         seen = measure(case, args.steps)
         prediction = predict(MODELS[case.model], case.config(), data_ranks=case.data_ranks)
         error = prediction.total_bytes / seen["peak"] - 1
+        step_s = (
+            statistics.median(seen[f"step {step + 1} ns"] for step in range(min(1, args.steps - 1), args.steps)) / 1e9
+        )
+        expected_s = predict_step_s(case, machine)
         print(
             f"| {case.name} | {prediction.total_bytes / GIB:.2f} | {seen['peak'] / GIB:.2f} | {100 * error:+.1f} % "
-            f"| {prediction.phase} |",
+            f"| {prediction.phase} | {expected_s:.2f} | {step_s:.2f} | {expected_s / step_s:.2f} |",
             flush=True,
         )
-        results.append({"case": case.name, "predicted": prediction.to_json(), "measured": seen, "error": error})
+        times = {"predicted": expected_s, "measured": step_s}
+        results.append(
+            {"case": case.name, "predicted": prediction.to_json(), "measured": seen, "error": error, "step_s": times}
+        )
         if args.json:
             with open(args.json, "w", encoding="utf-8") as file:
                 json.dump(results, file, indent=1)
@@ -296,6 +317,34 @@ def main() -> None:
             f"\n{within} of {len(errors)} within 10 %; worst {100 * errors[-1]:.1f} %, "
             f"median {100 * errors[len(errors) // 2]:.1f} %"
         )
+        print_times(results)
+
+
+def predict_step_s(case: Case, machine: Machine) -> float:
+    """Returns the seconds that `shardline plan` says a step takes here."""
+    from shardline.parallel.grid import Layout
+    from shardline.planning.layouts import Option
+    from shardline.planning.timing import Speed, Timing
+
+    run = case.config()
+    layout = Layout.resolve(run.parallel, world_size=case.processes)
+    speed = Speed.of(machine, num_processes=case.processes, precision=case.precision)
+    option = Option(layout=layout, micro_batch=case.micro_batch, recompute=run.parallel.activation_checkpointing)
+    return Timing(MODELS[case.model], run, speed).step(option).total_s
+
+
+def print_times(results: list[dict[str, Any]]) -> None:
+    """How far the seconds are off, and whether their order is right, which is what they are for."""
+    pairs = [(each["step_s"]["predicted"], each["step_s"]["measured"]) for each in results]
+    ratios = sorted(predicted / measured for predicted, measured in pairs)
+    both = list(itertools.combinations(pairs, 2))
+    agree = sum((a - c) * (b - d) > 0 for (a, b), (c, d) in both) - sum(
+        (a - c) * (b - d) < 0 for (a, b), (c, d) in both
+    )
+    print(
+        f"steps: predicted over measured {ratios[0]:.2f} to {ratios[-1]:.2f}, median {ratios[len(ratios) // 2]:.2f}; "
+        f"Kendall's tau of their order {agree / max(1, len(both)):.2f}"
+    )
 
 
 if __name__ == "__main__":

@@ -200,6 +200,8 @@ def test_a_page_is_written_beside_the_answer(tmp_path, capsys):
     path = tmp_path / "plan.html"
     answer_of(f"llama-3.1-8b --devices 8xH100 --html {path}", capsys)
     assert "llama-3.1-8b" in path.read_text()
+    answer_of(f"llama-3.1-8b --devices 8xL4 --for serve --html {path}", capsys)
+    assert "Shardline plan: serving" in path.read_text()
     assert main(["plan", "tiny", "--devices", "8xH100", "--html", str(tmp_path)]) == 2
     assert "Traceback" not in capsys.readouterr().err
 
@@ -220,5 +222,5 @@ def test_the_answer_s_memory_is_counted_too(capsys):
     refused = answer_of(f"{words} --layout zero=1,tp=1,pp=1", capsys)
     assert refused["fits"]
     assert refused["exact"]["text"].startswith("Not counted: parallel.zero = 1 over 8 data ranks is DDP")
-    assert main(["plan", *"mpt-7b --devices 8xH100 --exact".split()]) == 2
+    assert main(["plan", *["mpt-7b", "--devices", "8xH100", "--exact"]]) == 2
     assert "it takes a model that Shardline trains" in capsys.readouterr().err

@@ -184,7 +184,9 @@ def _serve(args: argparse.Namespace, count: int, device: Device) -> dict[str, An
         top=args.top,
     )
     if args.html:
-        raise UsageError("--html draws a plan of training; leave out --for serve or --html.")
+        from shardline.planning.cluster.serve_page import write_serve_page
+
+        write_serve_page(args.html, found, command=_command(args))
     first, *rest = served_lines(found)
     console = make_console(json_mode=args.json)
     console.print(first, highlight=False)

@@ -9,7 +9,7 @@ torn edge, so that the others can be told apart; its number stands beside it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING
@@ -19,9 +19,21 @@ from shardline.planning.cluster.figures import GIB, gib, label, seconds, share, 
 if TYPE_CHECKING:
     from shardline.planning.cluster.job import Memory, Time
 
-__all__ = ["MEMORY", "STEP", "VERDICTS", "Row", "memory_chart", "memory_table", "step_bar", "step_table", "verdict"]
+__all__ = [
+    "MEMORY",
+    "SERVING",
+    "STEP",
+    "VERDICTS",
+    "Row",
+    "memory_chart",
+    "memory_table",
+    "step_bar",
+    "step_table",
+    "verdict",
+]
 
 # By part, in the order of the bars: what it is called, and for a narrow place.
+Names = Mapping[str, tuple[str, str]]
 MEMORY = {
     "weights": ("weights", "weights"),
     "gradients": ("gradients", "grads"),
@@ -31,6 +43,12 @@ MEMORY = {
     "communication": ("gathered weights and buffers", "buffers"),
     "runtime": ("driver and libraries", "runtime"),
     "fragmentation": ("held unused by the allocator", "unused"),
+}
+SERVING = {
+    "weights": ("weights", "weights"),
+    "activations": ("activations of a step", "activ."),
+    "runtime": ("driver, libraries, recorded graphs", "runtime"),
+    "cache": ("key and value cache", "cache"),
 }
 STEP = {
     "compute": ("matrix products, other kernels", "compute"),
@@ -69,7 +87,7 @@ def verdict(memory: Memory) -> str:
     return f'<span class="verdict {css}"><span aria-hidden="true">{mark}</span> {memory.verdict}</span>'
 
 
-def memory_chart(rows: Sequence[Row]) -> str:
+def memory_chart(rows: Sequence[Row], names: Names = MEMORY) -> str:
     """Returns a legend and one bar a row, with the device's limit through all of them."""
     top, capacity = _scale(rows), rows[0].memory.capacity_bytes
     limit = 100 * capacity / top
@@ -84,9 +102,9 @@ def memory_chart(rows: Sequence[Row]) -> str:
     for row in rows:
         if row.group:
             items.append(f'<li class="row group"><div>{escape(row.group)}</div>{line}<div></div></li>')
-        items.append(_row(row, top))
+        items.append(_row(row, top, names))
     return (
-        f"{_legend(any(row.memory.host_bytes for row in rows))}"
+        f"{_legend(names, any(row.memory.host_bytes for row in rows))}"
         '<div class="row head" aria-hidden="true"><div></div>'
         f'<svg width="100%" height="18"><text class="limit {side}" x="{limit:.3f}%" y="12">'
         f"limit {gib(capacity)}</text></svg><div></div></div>"
@@ -147,8 +165,8 @@ def _used(time: Time) -> list[tuple[str, float]]:
     return [(name, time.parts[name]) for name in STEP if time.parts.get(name, 0.0) > 0]
 
 
-def _legend(hosts: bool) -> str:
-    keys = "".join(f'<li><span class="swatch {name}"></span>{words}</li>' for name, (words, _) in MEMORY.items())
+def _legend(names: Names, hosts: bool) -> str:
+    keys = "".join(f'<li><span class="swatch {name}"></span>{words}</li>' for name, (words, _) in names.items())
     host = '<li><span class="swatch kept"></span>memory of a host, whose limit is the same line</li>' if hosts else ""
     return (
         f'<ul class="legend">{keys}<li><span class="swatch limit"></span>what the device has</li>'
@@ -164,9 +182,9 @@ def _scale(rows: Sequence[Row]) -> float:
     return 1.03 * max(min(max(highs), _CUT * capacity), min(highs), capacity)
 
 
-def _row(row: Row, top: float) -> str:
+def _row(row: Row, top: float, names: Names) -> str:
     memory = row.memory
-    parts = ", ".join(f"{MEMORY[name][0]} {gib(memory.parts[name])}" for name in MEMORY if memory.parts.get(name))
+    parts = ", ".join(f"{names[name][0]} {gib(memory.parts[name])}" for name in names if memory.parts.get(name))
     desc = (
         f"{gib(memory.expected_bytes)} ({gib(memory.low_bytes)} to {gib(memory.high_bytes)}) of "
         f"{gib(memory.capacity_bytes)}: {parts}."
@@ -177,7 +195,7 @@ def _row(row: Row, top: float) -> str:
         host = f'<span class="soft">{amount}</span>'
         desc += f" Of the host {gib(memory.host_bytes)} of {gib(memory.host_capacity_bytes)}."
     css, height = ("memory tall", 56) if host else ("memory", 44)
-    picture = svg(_bar(memory, top), height=height, title=f"Memory of {row.name}", desc=desc, css=css)
+    picture = svg(_bar(memory, top, names), height=height, title=f"Memory of {row.name}", desc=desc, css=css)
     return (
         f'<li class="row{" chosen" if row.chosen else ""}"><div class="who">'
         f'<span class="name">{escape(row.name)}</span><span class="soft">{escape(row.settings)}</span></div>{picture}'
@@ -185,13 +203,13 @@ def _row(row: Row, top: float) -> str:
     )
 
 
-def _bar(memory: Memory, top: float) -> str:
+def _bar(memory: Memory, top: float, names: Names) -> str:
     grid = "".join(
         f'<line class="grid" x1="{x:.3f}%" x2="{x:.3f}%" y1="0" y2="100%"/>'
         for x in (100 * tick * GIB / top for tick in ticks(top / GIB))
     )
     limit = 100 * memory.capacity_bytes / top
-    body = "".join((*_parts(memory, top), *_band(memory, top), *_host(memory, limit)))
+    body = "".join((*_parts(memory, top, names), *_band(memory, top), *_host(memory, limit)))
     torn = ""
     if memory.expected_bytes > top:
         torn = f'<svg x="100%" y="50%"><path class="torn" transform="translate(0 {_MIDDLE})" d="{_TORN}"/></svg>'
@@ -203,11 +221,11 @@ def _limit(x: float) -> str:
     return f'<line class="limit" x1="{x:.3f}%" x2="{x:.3f}%" y1="0" y2="100%"/>'
 
 
-def _parts(memory: Memory, top: float) -> Iterator[str]:
+def _parts(memory: Memory, top: float, names: Names) -> Iterator[str]:
     scale, at = 100 / top, 0.0
     limit, total = memory.capacity_bytes * scale, memory.expected_bytes * scale
     labels = []
-    for name, (words, short) in MEMORY.items():
+    for name, (words, short) in names.items():
         count = memory.parts.get(name, 0.0)
         if not count:
             continue

@@ -28,14 +28,18 @@ from shardline.planning.cluster.sections import all_tokens, card, memory_section
 if TYPE_CHECKING:
     from shardline.planning.cluster.search import Candidate, Found
 
-__all__ = ["make_page", "write_page"]
+__all__ = ["count_words", "fill", "foot", "listed", "make_page", "show_tiles", "write_html", "write_page"]
 
 _CAN = {"fits": "It fits", "tight": "It is tight", "does not fit": "It does not fit"}
 
 
 def write_page(path: str | Path, found: Found, *, command: str | None = None) -> None:
     """Writes the page whole or not at all; raises `UsageError` where it can't be written."""
-    text = make_page(found, command=command)
+    write_html(path, make_page(found, command=command))
+
+
+def write_html(path: str | Path, text: str) -> None:
+    """Writes a page whole or not at all; raises `UsageError` where it can't be written."""
     target = Path(os.path.realpath(path))  # a link stays one
     try:
         if target.is_dir():
@@ -69,8 +73,13 @@ def make_page(found: Found, *, command: str | None = None) -> str:
         _words_of(found),
         _foot(found, command),
     ]
+    return fill(f"{_what(found)} - plan", sections)
+
+
+def fill(title: str, sections: Sequence[str]) -> str:
+    """Returns a whole page of these sections."""
     template = resources.files("shardline.planning.cluster").joinpath("page.html").read_text(encoding="utf-8")
-    return string.Template(template).substitute(title=escape(f"{_what(found)} - plan"), body="\n".join(sections))
+    return string.Template(template).substitute(title=escape(title), body="\n".join(sections))
 
 
 def _what(found: Found) -> str:
@@ -80,7 +89,7 @@ def _what(found: Found) -> str:
 def _header(found: Found) -> str:
     asked, best = found.asked, found.best
     facts = (
-        f"{_count(asked.shape.parameters)} parameters",
+        f"{count_words(asked.shape.parameters)} parameters",
         f"{asked.sequence_length:,} tokens a row",
         f"{asked.global_batch:,} rows a step",
         asked.precision.replace("_", " "),
@@ -132,6 +141,11 @@ def _tiles(found: Found) -> str:
         if memory.host_bytes:
             tiles.append(("memory of a host", gib(memory.host_bytes), f"it has {gib(memory.host_capacity_bytes)}"))
     tiles.append(("layouts compared", f"{found.num_tried:,}", "ranks, ZeRO, micro-batches"))
+    return show_tiles(tiles)
+
+
+def show_tiles(tiles: Sequence[tuple[str, str, str]]) -> str:
+    """Returns the key figures: (label, value, what is under it)."""
     body = "".join(
         f'<div class="tile"><p class="soft">{label}</p><p class="value">{value}</p><p class="soft">{under}</p></div>'
         for label, value, under in tiles
@@ -146,13 +160,13 @@ def _words_of(found: Found) -> str:
 
 
 def _reasons(found: Found) -> str:
-    return card("Why this one", "", _list(found_to_json(found)["reasons"]))
+    return card("Why this one", "", listed(found_to_json(found)["reasons"]))
 
 
 def _changes(found: Found) -> str:
     nothing = "Nothing that was tried: offload, shorter rows, up to 64 times as many devices."
     lead = "Each of these alone would, the cheapest first." if len(found.changes) > 1 else ""
-    return card("What would make it fit", lead, _list(found.changes or [nothing]))
+    return card("What would make it fit", lead, listed(found.changes or [nothing]))
 
 
 def _why_not(found: Found) -> str:
@@ -187,9 +201,14 @@ def _foot(found: Found, command: str | None) -> str:
         *([] if time.mfu is None else [f"MFU: {time.convention}, over the data sheet's peak of the device."]),
         f"{device.name}: {device.source}. Product rate: {device.measured_source}.",
     ]
+    return foot(notes, command)
+
+
+def foot(notes: Sequence[str], command: str | None) -> str:
+    """Returns how to read a page, and how it was made."""
     made = f"Shardline {__version__}, {datetime.now(UTC):%Y-%m-%d}"
     again = "" if command is None else f"<p>Made by</p><pre>{escape(command)}</pre>"
-    return f"<footer><h2>How to read this</h2>{_list(notes)}{again}<p>{made}</p></footer>"
+    return f"<footer><h2>How to read this</h2>{listed(notes)}{again}<p>{made}</p></footer>"
 
 
 def _words(best: Candidate) -> str:
@@ -205,7 +224,7 @@ def _words(best: Candidate) -> str:
     return f"{ranks}{zero}{again}{kept}"
 
 
-def _count(number: float) -> str:
+def count_words(number: float) -> str:
     size, unit = next(
         (each for each in ((1e12, " trillion"), (1e9, " billion"), (1e6, " million")) if number >= each[0]), (1, "")
     )
@@ -218,5 +237,5 @@ def _plain(value: object) -> str:
     return ", ".join(value) if isinstance(value, list) else str(value)
 
 
-def _list(items: Sequence[str]) -> str:
+def listed(items: Sequence[str]) -> str:
     return f"<ul>{''.join(f'<li>{escape(item)}</li>' for item in items)}</ul>"

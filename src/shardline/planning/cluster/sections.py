@@ -55,14 +55,14 @@ def step_section(found: Found) -> str:
     }
     shares = {words: sum(parts.get(name, 0.0) for name in names) / step_s for words, names in groups.items()}
     said = ", ".join(f"{share(value)} {words}" for words, value in shares.items() if value > 0)
-    body = f'{step_bar(best.time)}<div class="columns"><div>{step_table(best.time)}</div>{_speed(best)}</div>'
+    body = f'{step_bar(best.time)}<div class="columns"><div>{step_table(best.time)}</div>{_speed(found, best)}</div>'
     timeline = pipeline_timeline(best.job, best.time)
     if timeline is not None:
         body += timeline_figure(timeline, bubble=parts.get("bubble", 0.0) / step_s)
     return card(f"Where the {seconds(step_s)} of a step go", f"{best.job.layout.text()}: {said}.", body)
 
 
-def _speed(best: Candidate) -> str:
+def _speed(found: Found, best: Candidate) -> str:
     """What the speed comes to, in numbers that people compare and pay for."""
     time, tokens = best.time, all_tokens(best)
     rows = [
@@ -73,6 +73,10 @@ def _speed(best: Candidate) -> str:
     ]
     if time.mfu is not None and time.mfu_causal is not None:
         rows += [("MFU, attention not halved", share(time.mfu)), ("MFU, attention halved", share(time.mfu_causal))]
+    if found.days is not None and found.asked.tokens is not None:
+        rows.append((f"days for {found.asked.tokens:.3g} tokens", f"{found.days:,.1f}"))
+    if found.cost is not None and found.asked.price is not None:
+        rows.append((f"cost at {found.asked.price:g} a device-hour", f"{found.cost:,.0f}"))
     body = "".join(f'<tr><th scope="row">{name}</th><td>{value}</td></tr>' for name, value in rows)
     return (
         '<table class="times"><thead><tr><th scope="col">what that comes to</th><th scope="col">'

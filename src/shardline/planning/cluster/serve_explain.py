@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from shardline.planning.cluster.serving import MAX_SEQUENCES
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -122,8 +124,8 @@ def served_reasons(found: ServeFound, best: Served) -> list[str]:
             f"{best.num_devices} of the {asked.num_devices} devices: TTFT {serving.ttft_s * 1e3:,.3g} ms and TPOT "
             f"{serving.tpot_s * 1e3:.3g} ms on average, {serving.concurrency:.2g} requests at once on each"
         )
-    if serving.max_requests == 256:
-        reasons.append("more would fit, but a step takes 256 requests at most")
+    if serving.max_requests == MAX_SEQUENCES:
+        reasons.append(f"more would fit, but a step takes {MAX_SEQUENCES} requests at most")
     return reasons
 
 

@@ -19,7 +19,7 @@ from shardline.hardware.catalogue import Device
 from shardline.planning.cluster.serving import WEIGHT_BYTES, Serving, estimate_serving, runtime_types
 from shardline.planning.cluster.shape import ModelShape
 
-__all__ = ["ServeAsked", "ServeFound", "Served", "search_serving"]
+__all__ = ["ServeAsked", "ServeFound", "Served", "replica", "search_serving"]
 
 GIB = 1 << 30
 _SAME = 1.01  # fewer tensor ranks are simpler
@@ -147,13 +147,14 @@ def _tried(asked: ServeAsked) -> Iterator[Served]:
     across = [] if asked.tensor else [size for size in whole if heads % size == 0]
     if asked.tensor and asked.tensor > asked.num_devices:
         raise InfeasibleError(f"tensor = {asked.tensor} ranks are more than the {asked.num_devices} devices.")
-    found = [Served(asked=asked, serving=_estimate(asked, size)) for size in sizes]
+    found = [Served(asked=asked, serving=replica(asked, size)) for size in sizes]
     yield from found
     if not any(each.serving.fits for each in found):
-        yield from (Served(asked=asked, serving=_estimate(asked, size)) for size in across)
+        yield from (Served(asked=asked, serving=replica(asked, size)) for size in across)
 
 
-def _estimate(asked: ServeAsked, tensor: int) -> Serving:
+def replica(asked: ServeAsked, tensor: int) -> Serving:
+    """Returns what one replica of so many tensor ranks needs and does."""
     return estimate_serving(
         asked.shape,
         asked.device,
@@ -210,12 +211,12 @@ def _alternatives(asked: ServeAsked, tried: list[Served], best: Served | None) -
     weights, caches = runtime_types(asked.runtime)
     for kind in _fewer_bits(asked, weights):
         changed = dataclasses.replace(asked, weights=kind, tensor=best.tensor)
-        each = Served(asked=changed, serving=_estimate(changed, best.tensor))
+        each = Served(asked=changed, serving=replica(changed, best.tensor))
         yield f"{_OR}weights in {kind}", each, _why_not(each, best)
     for kind in ("fp8", "int8"):
         if asked.cache not in ("fp8", "int8") and kind in caches:
             changed = dataclasses.replace(asked, cache=kind, tensor=best.tensor)
-            each = Served(asked=changed, serving=_estimate(changed, best.tensor))
+            each = Served(asked=changed, serving=replica(changed, best.tensor))
             yield f"{_OR}a cache of {kind}", each, _why_not(each, best)
 
 

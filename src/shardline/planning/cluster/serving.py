@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from shardline.planning.cluster.shape import ModelShape
 
 __all__ = [
+    "MAX_SEQUENCES",
+    "MEMORY_SHARE",
     "WEIGHT_BYTES",
     "Serving",
     "decode_s",
@@ -39,6 +41,8 @@ __all__ = [
 GIB = 1 << 30
 WEIGHT_BYTES = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "fp8": 1.0, "int8": 1.03, "int4": 0.56, "nf4": 0.5625}
 _CACHE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1, "int8": 1}
+MAX_SEQUENCES = 256  # that a step decodes at once
+MEMORY_SHARE = 0.9  # of a device that a replica is given
 _BLOCK = 16  # tokens that a cache is given out in
 _BANDWIDTH = 0.8  # of the data sheet's, reached while weights and cache stream
 _COMPUTE = 0.75  # of the measured product rate, reached by a prefill's
@@ -124,8 +128,8 @@ def estimate_serving(
     ttft_limit_s: float | None = None,
     tpot_limit_s: float | None = None,
     max_batched_tokens: int = 8192,
-    max_sequences: int = 256,
-    memory_share: float = 0.9,
+    max_sequences: int = MAX_SEQUENCES,
+    memory_share: float = MEMORY_SHARE,
     runtime: str = "shardline",
 ) -> Serving:
     """Returns what one replica over `tensor` devices needs and does; with a `request_rate` (requests a second of all

@@ -23,7 +23,7 @@ from typing import Any
 import yaml
 
 from shardline.config.errors import UsageError
-from shardline.hardware.catalogue import Device, device
+from shardline.hardware.catalogue import Device, device, device_names
 from shardline.planning.cluster.engines import engine
 from shardline.planning.cluster.job import ClusterLayout, Job
 from shardline.planning.cluster.memory import estimate_memory
@@ -245,10 +245,10 @@ def _recompute(row: dict[str, str], source: dict[str, Any]) -> list[Any]:
         return ["none", "full"] if source["engine"] == "torchtune" else ["none", "selective", "half", "full"]
     if "layer" in text:
         return ["half"]
-    if text == "selective" and source["match"] == "IBM":
-        return ["half", "full"]  # a share of the layers that the row does not say
-    if source["engine"] == "litgpt" and _int(row.get("dp")) > 1:
-        return ["full"]  # its FSDP strategy checkpoints every block
+    if text == "selective" and "selective" in source:
+        return source["selective"]
+    if "sharded_recompute" in source and _int(row.get("dp")) > 1:
+        return [source["sharded_recompute"]]
     if text.startswith("selective") or text == "minimal":
         return ["selective"]
     return [text if text in ("none", "full") else "full"]
@@ -384,14 +384,18 @@ def _find_device(text: str) -> Device | None:
     words = text.lower().replace("_", " ")
     name = next((name for name in _DEVICES if re.search(rf"(?<![a-z0-9]){name}(?![0-9])", words)), None)
     if name is None:
-        if "178.36" in words:
-            return device("b200")
-        return None
+        match = re.search(r"(\d+\.\d+) ?gib", words)  # as its driver reports it, which tells devices apart
+        return _with_memory(float(match[1])) if match else None
     if name in ("h100", "a100", "v100") and (match := re.search(r"(\d+) ?gb", words)):
         name = f"{name}-{match[1]}gb"
     if "pcie" in words and name.startswith("h100"):
         name = "h100-pcie"
     return device(name)
+
+
+def _with_memory(gib: float) -> Device | None:
+    found = [device(name) for name in device_names()]
+    return next((each for each in found if abs(each.memory_gib / gib - 1) < 2e-3), None)
 
 
 def _between(text: str, source: dict[str, Any], found: Device) -> float | None:
@@ -430,7 +434,7 @@ def _sources() -> tuple[dict[str, Any], ...]:
     data = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))["sources"]
     known = {
         "match", "engine", "measure", "between", "vocab", "sequence", "sp", "compiled", "flash", "adapter", "zero",
-        "pure", "why",
+        "pure", "selective", "sharded_recompute", "why",
     }  # fmt: skip
     for facts in data:
         assert set(facts) <= known, f"{facts['match']}: unknown keys {sorted(set(facts) - known)}"
