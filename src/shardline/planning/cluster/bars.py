@@ -104,7 +104,7 @@ def memory_chart(rows: Sequence[Row], names: Names = MEMORY) -> str:
             items.append(f'<li class="row group"><div>{escape(row.group)}</div>{line}<div></div></li>')
         items.append(_row(row, top, names))
     return (
-        f"{_legend(names, any(row.memory.host_bytes for row in rows))}"
+        f"{_legend(names, rows)}"
         '<div class="row head" aria-hidden="true"><div></div>'
         f'<svg width="100%" height="18"><text class="limit {side}" x="{limit:.3f}%" y="12">'
         f"limit {gib(capacity)}</text></svg><div></div></div>"
@@ -165,13 +165,16 @@ def _used(time: Time) -> list[tuple[str, float]]:
     return [(name, time.parts[name]) for name in STEP if time.parts.get(name, 0.0) > 0]
 
 
-def _legend(names: Names, hosts: bool) -> str:
+def _legend(names: Names, rows: Sequence[Row]) -> str:
     keys = "".join(f'<li><span class="swatch {name}"></span>{words}</li>' for name, (words, _) in names.items())
+    hosts = any(row.memory.host_bytes for row in rows)
     host = '<li><span class="swatch kept"></span>memory of a host, whose limit is the same line</li>' if hosts else ""
+    banded = any(row.memory.low_bytes < row.memory.high_bytes for row in rows)
+    band = '<li><span class="swatch band"></span>low to high</li>' if banded else ""
     return (
         f'<ul class="legend">{keys}<li><span class="swatch limit"></span>what the device has</li>'
         '<li><span class="swatch over"></span>beyond it</li>'
-        f'<li><span class="swatch band"></span>low to high</li>{host}</ul>'
+        f"{band}{host}</ul>"
     )
 
 
@@ -253,7 +256,7 @@ def _free(begin: float, end: float, limit: float) -> tuple[float, float]:
 def _band(memory: Memory, top: float) -> Iterator[str]:
     scale = 100 / top
     low, high, y = memory.low_bytes * scale, memory.high_bytes * scale, _MIDDLE + _BAR + 6
-    if low < 100:
+    if low < min(high, 100):
         yield f'<line class="band" x1="{low:.3f}%" x2="{high:.3f}%" y1="{y}" y2="{y}"/>'
         for x in (low, high):
             yield f'<line class="band" x1="{x:.3f}%" x2="{x:.3f}%" y1="{y - 3}" y2="{y + 3}"/>'
