@@ -98,6 +98,8 @@ def test_a_model_folder_s_config_is_read(tmp_path, capsys):
         (["tiny", "--devices", "8xH100", "--precision", "bf17"], 2, "bf17"),
         (["--params", "1e30", "--devices", "8xH100"], 2, "--params"),
         (["llama-3.1-8b", "--devices", "8xH100", "--layout", "tp=3"], 3, "does not make 8 devices"),
+        (["llama-3.1-8b"], 2, "llama-3.1-8b is a model, and a run's config is wanted: add --devices this"),
+        (["--for", "serve", "--seq", "512"], 2, "--for, --sequence-length: for a plan on other devices; add --devices"),
         (["--truth", "/absent.csv"], 2, "/absent.csv can't be read"),
         (["tiny", "--devices", "8xH100", "--global-batch", "64", "--micro-batch", "3"], 2, "is not a multiple of"),
         (

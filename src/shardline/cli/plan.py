@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardline.cli import plan_devices
@@ -54,6 +55,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         return _advise(args)
     if args.devices is not None:
         return plan_devices.run(args)
+    unused = plan_devices.unused_flags(args)
+    if unused:
+        raise UsageError(f"{', '.join(unused)}: for a plan on other devices; add --devices, as in --devices 8xH100.")
     return _on_this_machine(args)
 
 
@@ -87,9 +91,15 @@ def _score(summary: dict[str, Any]) -> str:
 
 def _on_this_machine(args: argparse.Namespace) -> dict[str, Any]:
     from shardline.hardware.probe import probe
+    from shardline.planning.cluster.known_shapes import known_shape_names
     from shardline.planning.explain import plan_lines, plan_table
     from shardline.planning.search import make_plan
 
+    if args.file is not None and not Path(args.file).exists() and args.file in known_shape_names():
+        raise UsageError(
+            f"{args.file} is a model, and a run's config is wanted: add --devices this to plan it here in closed form, "
+            f"or give --preset {args.file} for a run of it."
+        )
     config = load_config(args.file, args.overrides)
     if args.preset is not None:
         config = dataclasses.replace(config, model=ModelConfig(preset=args.preset))

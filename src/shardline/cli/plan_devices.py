@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from shardline.planning.cluster.shape import ModelShape
     from shardline.planning.cluster.space import Asked
 
-__all__ = ["add_arguments", "config_model", "run"]
+__all__ = ["add_arguments", "config_model", "run", "unused_flags"]
 
 _MOST = 10_000_000
 _PRECISIONS = {"fp32": "fp32", "bf16": "bf16_mixed", "fp16": "fp16_mixed", "bf16_pure": "bf16_pure"}
@@ -72,6 +72,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     serve.add_argument("--weights", help="bf16, fp16, fp32, fp8, int8, int4, nf4 (default: of 16 bits)")
     serve.add_argument("--cache", help="the KV cache's type: bf16, fp16, fp32, fp8, int8 (default: of 16 bits)")
     serve.add_argument("--runtime", default="shardline", help="who serves: shardline (default), vllm, ...")
+
+
+def unused_flags(args: argparse.Namespace) -> list[str]:
+    """Returns the flags given that say nothing without --devices."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    defaults = vars(parser.parse_args([]))
+    flags = {action.dest: action.option_strings[0] for action in parser._actions if action.option_strings}
+    return [flags[name] for name, value in defaults.items() if getattr(args, name) != value]
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

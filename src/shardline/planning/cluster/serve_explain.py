@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from shardline.planning.cluster.figures import seconds
 from shardline.planning.cluster.serving import MAX_SEQUENCES
 
 if TYPE_CHECKING:
@@ -54,8 +55,8 @@ def served_table(found: ServeFound) -> Table:
             f"{serving.parts['weights'] / GIB:.1f}",
             f"{serving.parts['cache'] / GIB:.1f}",
             str(serving.max_requests),
-            "" if ttft is None else f"{ttft * 1e3:.3g} ms",
-            "" if tpot is None else f"{tpot * 1e3:.3g} ms",
+            "" if ttft is None else seconds(ttft),
+            "" if tpot is None else seconds(tpot),
             f"{each.tokens_per_s:,.0f}" if serving.fits else "",
             str(each.num_devices),
         )
@@ -110,8 +111,8 @@ def served_reasons(found: ServeFound, best: Served) -> list[str]:
         f"{serving.parts['cache'] / GIB:.1f} of {serving.capacity_bytes / GIB:.1f} GiB for the cache: "
         f"{serving.cache_tokens:,} tokens of {serving.kv_bytes_per_token / 1024:.0f} KiB, {serving.max_requests} "
         f"requests of {length:,} tokens at once",
-        f"a prompt of {asked.prompt_tokens:,} tokens takes {serving.prefill_s * 1e3:,.3g} ms, a token "
-        f"{serving.decode_s * 1e3:.3g} ms alone and {serving.decode_full_s * 1e3:.3g} ms among {serving.max_requests}",
+        f"a prompt of {asked.prompt_tokens:,} tokens takes {seconds(serving.prefill_s)}, a token "
+        f"{seconds(serving.decode_s)} alone and {seconds(serving.decode_full_s)} among {serving.max_requests}",
     ]
     if asked.request_rate is None:
         reasons.append(
@@ -121,8 +122,8 @@ def served_reasons(found: ServeFound, best: Served) -> list[str]:
     elif serving.ttft_s is not None and serving.tpot_s is not None:
         reasons.append(
             f"{asked.request_rate:g} requests/s take {best.replicas} replica{'s' * (best.replicas > 1)}, "
-            f"{best.num_devices} of the {asked.num_devices} devices: TTFT {serving.ttft_s * 1e3:,.3g} ms and TPOT "
-            f"{serving.tpot_s * 1e3:.3g} ms on average, {serving.concurrency:.2g} requests at once on each"
+            f"{best.num_devices} of the {asked.num_devices} devices: TTFT {seconds(serving.ttft_s)} and TPOT "
+            f"{seconds(serving.tpot_s)} on average, {serving.concurrency:.2g} requests at once on each"
         )
     if serving.max_requests == MAX_SEQUENCES:
         reasons.append(f"more would fit, but a step takes {MAX_SEQUENCES} requests at most")

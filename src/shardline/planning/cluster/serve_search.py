@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from shardline.config.errors import InfeasibleError, UsageError
 from shardline.hardware.catalogue import Device
+from shardline.planning.cluster.figures import seconds
 from shardline.planning.cluster.serving import WEIGHT_BYTES, Serving, estimate_serving, runtime_types
 from shardline.planning.cluster.shape import ModelShape
 
@@ -190,16 +191,12 @@ def _late(each: Served) -> str:
     asked, serving = each.asked, each.serving
     prefill, step = serving.prefill_s, serving.decode_s
     if asked.ttft_limit_s is not None and prefill > asked.ttft_limit_s:
-        return f"a prompt alone takes {_s(prefill)}, over the limit of {_s(asked.ttft_limit_s)}"
+        return f"a prompt alone takes {seconds(prefill)}, over the limit of {seconds(asked.ttft_limit_s)}"
     if asked.tpot_limit_s is not None and step > asked.tpot_limit_s:
-        return f"a token of one request alone takes {_s(step)}, over the limit of {_s(asked.tpot_limit_s)}"
+        return f"a token of one request alone takes {seconds(step)}, over the limit of {seconds(asked.tpot_limit_s)}"
     if asked.request_rate is None and asked.tpot_limit_s is not None:
-        return f"a token of {serving.max_requests} requests takes {_s(serving.decode_full_s)}, over the limit"
+        return f"a token of {serving.max_requests} requests takes {seconds(serving.decode_full_s)}, over the limit"
     return "no number of replicas meets the limits together"
-
-
-def _s(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 
 def _alternatives(asked: ServeAsked, tried: list[Served], best: Served | None) -> Iterator[tuple[str, Served, str]]:
@@ -231,9 +228,9 @@ def _why_not(each: Served, best: Served | None) -> str:
         return each.why_not or "works"
     requests = f"{each.serving.max_requests} requests at once on a replica"
     if each.asked.request_rate is not None:
-        token = _s(each.serving.tpot_s or 0)
+        token = seconds(each.serving.tpot_s or 0)
         return f"{each.num_devices} devices instead of {best.num_devices}, {token} a token; {requests}"
-    share, token = each.tokens_per_s / best.tokens_per_s, _s(each.serving.decode_full_s)
+    share, token = each.tokens_per_s / best.tokens_per_s, seconds(each.serving.decode_full_s)
     return f"{share:.0%} of the tokens/s, {token} a token when full; {requests}"
 
 
