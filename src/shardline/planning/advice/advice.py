@@ -1,129 +1,70 @@
 """What to train and to serve with for a goal, from data: choices in order, packages' health, what runs on a platform.
 
-    found = advise("throughput", device=device("h100"), health=health)
-    found.train.chosen, found.serve.chosen, found.serve.passed_over
+    names = packages_of("throughput")
+    found = advise("throughput", health=find_health(names), device=device("h100"))
+    found.train.chosen, found.serve.chosen, found.serve.because, found.serve.passed_over
 
-A choice is passed over, with the reason, where its package is unmaintained or the platform's row in the hardware matrix
-says no; then the next one is taken.
+A choice is passed over, with the reason, where the hardware matrix or its own row says that it does not run on the
+platform, or where its package is unmaintained or slow; then the next one is taken. A slow one is taken all the same
+where the data say why that does not matter there, or where nothing else is left; an unmaintained one never.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from importlib import resources
 from typing import TYPE_CHECKING
 
-import yaml
-
 from shardline.config.errors import UsageError, nearest
-from shardline.hardware.health import Health
-from shardline.hardware.strict import convert_strictly
+from shardline.hardware.health import Health, Known, judge
 from shardline.hardware.tables import Platform, tables
+from shardline.planning.advice.book import Avoided, Caution, Choice, Goal, Part, Rule, book
+from shardline.planning.advice.measured import Measured, speeds
+from shardline.planning.advice.picks import PLATFORMS, Picked, Place, not_there, pick
 
 if TYPE_CHECKING:
     from shardline.hardware.catalogue import Device
 
-__all__ = ["Advice", "Choice", "Picked", "Rule", "advise", "goal_names", "goal_question", "packages_of"]
-
-_PLATFORMS = {"cuda": "NVIDIA GPUs", "rocm": "AMD GPUs", "tpu": "TPUs", "mps": "Apple GPUs", "cpu": "CPUs"}
+__all__ = ["Advice", "Here", "advise", "goal_names", "goal_question", "packages_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
-    """`package` is its name on the package index, empty where it has none; `framework` its name in the matrix."""
+class Here:
+    """What a device that contradicts the goal does of it, the matrix's rows on it, and the goals that are for it."""
 
-    name: str
-    package: str
-    framework: str
-    why: str
-    source: str
-    platforms: tuple[str, ...] = ()  # all, where there are none
-
-
-@dataclass(frozen=True, kw_only=True)
-class Avoided:
-    name: str
-    why: str
-    source: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Part:
-    """Whether Shardline is the answer ("yes", "partly", "no"), and what it does."""
-
-    answer: str
-    part: str
-    commands: tuple[str, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Goal:
-    question: str
-    platforms: tuple[str, ...]
-    train: tuple[Choice, ...]
-    serve: tuple[Choice, ...]
-    avoid: tuple[Avoided, ...]
-    turns: tuple[str, ...]
-    shardline: Part
-
-
-@dataclass(frozen=True, kw_only=True)
-class Reason:
-    text: str
-    source: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rule:
-    """About writing a framework of one's own."""
-
-    statement: str
-    reasons: tuple[Reason, ...]
-    unless: tuple[str, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Book:
-    """advice.yaml."""
-
-    checked_on: datetime.date
-    rule: Rule
-    goals: dict[str, Goal]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Picked:
-    """What is taken (None: nothing is left), what else would do, and what was passed over, each with its reason."""
-
-    chosen: Choice | None
-    others: tuple[Choice, ...]
-    passed_over: tuple[tuple[Choice, str], ...]
-    notes: tuple[str, ...]
+    device: str
+    platform: str
+    train: Picked
+    serve: Picked
+    rows: tuple[Platform, ...]
+    goals: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """The answer for one goal; `conflict` says where the device contradicts it."""
+    """The answer for one goal; `conflict` says where the device contradicts it, `here` what that device does."""
 
     goal: str
     question: str
     platform: str | None
     conflict: str
+    here: Here | None
     train: Picked
     serve: Picked
+    cautions: tuple[Caution, ...]
     avoid: tuple[Avoided, ...]
     turns: tuple[str, ...]
     shardline: Part
+    measured: tuple[Measured, ...]
     rule: Rule
     health: tuple[Health, ...]
     checked_on: datetime.date
 
 
 def goal_names() -> tuple[str, ...]:
-    return tuple(_book().goals)
+    return tuple(book().goals)
 
 
 def goal_question(goal: str) -> str:
@@ -131,82 +72,128 @@ def goal_question(goal: str) -> str:
 
 
 def packages_of(goal: str) -> tuple[str, ...]:
-    """Returns the packages that advice on a goal speaks of, to look their health up."""
+    """Returns the packages that advice on a goal speaks of, to look their health up in one call."""
     found = _goal(goal)
     return tuple(dict.fromkeys(each.package for each in (*found.train, *found.serve) if each.package))
 
 
-def advise(goal: str, *, health: Iterable[Health], device: Device | None = None) -> Advice:
+def advise(
+    goal: str, *, health: Iterable[Health], device: Device | None = None, measured: Sequence[Measured] = ()
+) -> Advice:
     """Returns the advice; `health` is of the packages that `packages_of` names, those that are missing count as fine.
 
-    Raises `UsageError` for a goal that is not known, with the nearest.
+    `measured` are the user's own measurements of training. Raises `UsageError` for a goal that is not known.
     """
     found = _goal(goal)
-    states = {each.package: each for each in health}
-    platform = None if device is None else device.kind
-    conflict = ""
-    if platform is not None and platform not in found.platforms:
-        wanted = ", ".join(_PLATFORMS[name] for name in found.platforms)
-        assert device is not None
-        conflict = f"{device.name} is of {_PLATFORMS[platform]}, and the goal {goal} is for {wanted}"
-    # Where goal and device contradict each other, what is asked for is answered, as if there were no device.
-    checked = None if conflict else platform
+    states = _recorded(found) | {each.package: each for each in health}
+    place = Place() if device is None else Place(platform=device.kind, capability=device.capability)
+    conflict = device is not None and device.kind not in found.platforms
+    alone = found.platforms[0] if len(found.platforms) == 1 else None
+    # Where goal and device contradict each other, the goal is answered, and beside it what the device does.
+    goal_place = Place(platform=alone) if conflict or device is None else place
+    train, serve = _sides(found, states, goal_place, measured)
     return Advice(
         goal=goal,
         question=found.question,
-        platform=platform,
-        conflict=conflict,
-        train=_pick(found.train, states, checked),
-        serve=_pick(found.serve, states, checked),
+        platform=place.platform,
+        conflict=_conflict(goal, found, device) if device is not None and conflict else "",
+        here=_here(found, device, states, place, measured) if device is not None and conflict else None,
+        train=_with_devices(train, found, None if conflict else device),
+        serve=_with_devices(serve, found, None if conflict else device),
+        cautions=tuple(each for each in book().cautions if each.platform == place.platform and goal in each.goals),
         avoid=found.avoid,
         turns=found.turns,
-        shardline=found.shardline,
-        rule=_book().rule,
-        health=tuple(states[name] for name in packages_of(goal) if name in states),
-        checked_on=_book().checked_on,
+        shardline=_part(found, None if conflict else device, goal_place, train, serve),
+        measured=tuple(measured),
+        rule=book().rule,
+        health=tuple(
+            states[name]
+            for name in dict.fromkeys(each.health_name for each in (*found.train, *found.serve))
+            if name in states
+        ),
+        checked_on=book().checked_on,
     )
 
 
-def _pick(choices: tuple[Choice, ...], health: Mapping[str, Health], platform: str | None) -> Picked:
-    good: list[Choice] = []
-    passed_over: list[tuple[Choice, str]] = []
-    notes = []
-    for each in choices:
-        state = health.get(each.package)
-        row = None if platform is None else _support(each.framework, platform)
-        if state is not None and state.verdict == "unmaintained":
-            passed_over.append((each, f"{each.package} is unmaintained: {state.reason}"))
-        elif (row is not None and row.support == "no") or (each.platforms and platform not in (None, *each.platforms)):
-            why = f" ({row.note})" if row is not None and row.note else ""
-            passed_over.append((each, f"does not run on {_PLATFORMS[platform or '']}{why}"))
-        else:
-            good.append(each)
-            if state is not None and state.verdict == "slow":
-                notes.append(f"{each.name}: {each.package} is slow, {state.reason}")
-            if row is not None and row.support == "partly":
-                notes.append(f"{each.name}: runs partly on {_PLATFORMS[platform or '']}, {row.note or 'see its pages'}")
-    return Picked(
-        chosen=good[0] if good else None,
-        others=tuple(good[1:]),
-        passed_over=tuple(passed_over),
-        notes=tuple(notes),
+def _sides(
+    goal: Goal, health: Mapping[str, Health], place: Place, measured: Sequence[Measured]
+) -> tuple[Picked, Picked]:
+    train = pick(goal.train, health, place, measured=speeds(measured), speed_decides=goal.speed_decides)
+    return train, pick(goal.serve, health, Place() if goal.serve_on else place)
+
+
+def _here(goal: Goal, device: Device, health: Mapping[str, Health], place: Place, measured: Sequence[Measured]) -> Here:
+    train, serve = _sides(goal, health, place, measured)
+    frameworks = {each.framework for each in (*goal.train, *goal.serve)}
+    return Here(
+        device=device.name,
+        platform=device.kind,
+        train=_with_devices(train, goal, device),
+        serve=_with_devices(serve, goal, device),
+        rows=tuple(
+            row for row in tables().platforms.rows if row.platform == device.kind and row.framework in frameworks
+        ),
+        goals=tuple(name for name, each in book().goals.items() if device.kind in each.platforms and not each.serve_on),
     )
 
 
-def _support(framework: str, platform: str) -> Platform | None:
-    """Returns the hardware matrix's row; None where it has none."""
-    rows = tables().platforms.rows
-    return next((row for row in rows if (row.framework, row.platform) == (framework, platform)), None)
+def _conflict(name: str, goal: Goal, device: Device) -> str:
+    wanted = ", ".join(PLATFORMS[each] for each in goal.platforms)
+    return f"{device.name} is of {PLATFORMS[device.kind]}, and the goal {name} is for {wanted}"
+
+
+def _part(goal: Goal, device: Device | None, place: Place, train: Picked, serve: Picked) -> Part:
+    """Returns Shardline's part, which is none but the plan where it runs on neither side."""
+    ours = {each.name for each in (*goal.train, *goal.serve) if "Shardline" in each.name}
+    absent = {each.name for each in (*goal.train, *goal.serve) if each.name in ours and not_there(each, place)}
+    part = goal.shardline
+    if ours and ours == absent and place.platform is not None:
+        part = Part(
+            answer="no",
+            part=f"it does not run on {PLATFORMS[place.platform]}, and only plans for what is in its catalogue",
+            commands=("shardline plan MODEL --devices {devices}",),
+        )
+    return dataclasses.replace(part, commands=_filled(part.commands, goal, device))
+
+
+def _with_devices(picked: Picked, goal: Goal, device: Device | None) -> Picked:
+    def filled(choice: Choice) -> Choice:
+        return dataclasses.replace(choice, run=_filled(choice.run, goal, device))
+
+    return dataclasses.replace(
+        picked,
+        chosen=None if picked.chosen is None else filled(picked.chosen),
+        others=tuple(filled(each) for each in picked.others),
+        passed_over=tuple((filled(each), why) for each, why in picked.passed_over),
+    )
+
+
+def _filled(commands: tuple[str, ...], goal: Goal, device: Device | None) -> tuple[str, ...]:
+    from shardline.hardware.catalogue import device_names
+
+    text = goal.devices
+    if device is not None and device.kind == "cpu":
+        text = f"cpu:{device.devices_per_node}"
+    elif device is not None:
+        text = f"{device.devices_per_node}x{device.name}" if device.name in device_names() else "this"
+    return tuple(command.replace("{devices}", text) for command in commands)
+
+
+def _recorded(goal: Goal) -> dict[str, Health]:
+    """Returns the health of what is not on Python's package index, from the last release that was seen of it."""
+    found = {}
+    for each in (*goal.train, *goal.serve):
+        if each.release is not None:
+            known = Known(package=each.release.name, version=each.release.version, released=each.release.date)
+            state = judge(known.package, None, known, today=book().checked_on)
+            found[known.package] = dataclasses.replace(
+                state, checked=f"{each.release.registry}, seen on {book().checked_on}"
+            )
+    return found
 
 
 def _goal(name: str) -> Goal:
-    goals = _book().goals
+    goals = book().goals
     if name not in goals:
-        raise UsageError(f"--goal {name!r} is not known{nearest(name, goals)} The goals are {', '.join(goals)}.")
+        raise UsageError(f"--goal {name!r} is not known{nearest(name, goals)}")
     return goals[name]
-
-
-@cache
-def _book() -> Book:
-    text = resources.files("shardline.planning.advice").joinpath("advice.yaml").read_text(encoding="utf-8")
-    return convert_strictly(yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)), Book)
