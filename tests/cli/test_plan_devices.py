@@ -226,3 +226,14 @@ def test_the_answer_s_memory_is_counted_too(capsys):
     assert refused["exact"]["text"].startswith("Not counted: parallel.zero = 1 over 8 data ranks is DDP")
     assert main(["plan", *["mpt-7b", "--devices", "8xH100", "--exact"]]) == 2
     assert "it takes a model that Shardline trains" in capsys.readouterr().err
+
+
+def test_advice_takes_what_the_user_measured(tmp_path, capsys):
+    path = tmp_path / "measured.json"
+    path.write_text(json.dumps({"results": [{"framework": "torch", "tokens_per_s": 50.0}]}))
+    answer = answer_of(f"--goal cheapest --offline --measured {path}", capsys)
+    assert answer["goal"] == "cheapest"
+    assert answer["train"]["chosen"]["name"]
+    assert any("50" in json.dumps(each) for each in answer["measured"])
+    assert main(["plan", "--goal", "cheapest", "--offline", "--measured", str(tmp_path / "absent.json")]) == 2
+    assert "absent.json can't be read" in capsys.readouterr().err

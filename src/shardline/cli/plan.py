@@ -40,6 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="research, cheapest, throughput, latency, mobile, browser, tpu, amd or legacy-tensorflow: what to train "
         "and serve with, and why; with --devices, on those",
     )
+    advice.add_argument(
+        "--measured", metavar="FILE", help="speeds that you measured (JSON): they order frameworks where speed decides"
+    )
     advice.add_argument("--offline", action="store_true", help="do not ask the package index how packages are")
     plan_devices.add_arguments(parser)
 
@@ -66,15 +69,16 @@ def _advise(args: argparse.Namespace) -> dict[str, Any]:
     from shardline.hardware.health import find_health
     from shardline.hardware.package_index import find_index
     from shardline.planning.advice.advice import advise, packages_of
+    from shardline.planning.advice.measured import read_measurements
     from shardline.planning.advice.text import advice_lines, advice_to_json
 
     device = None if args.devices is None else parse_devices(args.devices)[1]
     names = packages_of(args.goal)
     health = find_health(names, find=(lambda: None) if args.offline else find_index)
-    advice = advise(args.goal, health=health, device=device)
+    measured = () if args.measured is None else read_measurements(args.measured)
+    advice = advise(args.goal, health=health, device=device, measured=measured)
     console = make_console(json_mode=args.json)
-    for line in advice_lines(advice):
-        console.print(line, highlight=False, markup=False)
+    plan_devices.say(args, advice_lines(advice, width=console.width if console.is_terminal else None))
     return advice_to_json(advice)
 
 

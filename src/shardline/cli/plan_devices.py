@@ -17,13 +17,18 @@ from shardline.config import InfeasibleError, RunConfig, UsageError, load_config
 from shardline.config.errors import nearest
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from rich.table import Table
+    from rich.text import Text
+
     from shardline.hardware.catalogue import Device
     from shardline.models.config import DecoderConfig
     from shardline.planning.cluster.search import Found
     from shardline.planning.cluster.shape import ModelShape
     from shardline.planning.cluster.space import Asked
 
-__all__ = ["add_arguments", "config_model", "run", "unused_flags"]
+__all__ = ["add_arguments", "config_model", "run", "say", "unused_flags"]
 
 _MOST = 10_000_000
 _PRECISIONS = {"fp32": "fp32", "bf16": "bf16_mixed", "fp16": "fp16_mixed", "bf16_pure": "bf16_pure"}
@@ -114,16 +119,19 @@ def _train(args: argparse.Namespace, count: int, device: Device) -> dict[str, An
         from shardline.planning.cluster.page import write_page
 
         write_page(args.html, found, command=_command(args))
-    first, *rest = found_lines(found)
-    console = make_console(json_mode=args.json)
-    console.print(first, highlight=False)
-    console.print(found_table(found))
-    for line in rest:
-        console.print(line, highlight=False)
+    say(args, found_lines(found), found_table(found))
     exact = {"exact": _count(found)} if args.exact else {}
-    for line in exact.values():
-        console.print(line["text"], highlight=False)
+    say(args, (each["text"] for each in exact.values()))
     return {**found_to_json(found), **exact, "exit_code": 0 if found.best is not None else 3}
+
+
+def say(args: argparse.Namespace, lines: Iterable[str | Text], table: Table | None = None) -> None:
+    """Prints lines for people, a table after the first."""
+    console = make_console(json_mode=args.json)
+    for index, line in enumerate(lines):
+        console.print(line, highlight=False, markup=False)
+        if index == 0 and table is not None:
+            console.print(table)
 
 
 def _count(found: Found) -> dict[str, Any]:
@@ -196,12 +204,7 @@ def _serve(args: argparse.Namespace, count: int, device: Device) -> dict[str, An
         from shardline.planning.cluster.serve_page import write_serve_page
 
         write_serve_page(args.html, found, command=_command(args))
-    first, *rest = served_lines(found)
-    console = make_console(json_mode=args.json)
-    console.print(first, highlight=False)
-    console.print(served_table(found))
-    for line in rest:
-        console.print(line, highlight=False)
+    say(args, served_lines(found), served_table(found))
     return {**served_to_json(found), "exit_code": 0 if found.best is not None else 3}
 
 
