@@ -153,6 +153,11 @@ def _least(tried: list[Candidate], top: int = 1) -> list[Candidate]:
     return sorted(likely, key=lambda each: each.memory.expected_bytes)[:top]
 
 
+def _thrifty(asked: Asked) -> Asked:
+    """What needs least memory of what is open: no need to look at the rest to know whether anything fits."""
+    return dataclasses.replace(asked, recompute=asked.recompute or "full", micro_batch=asked.micro_batch or 1)
+
+
 def _fits(job: Job) -> bool:
     each = Candidate.of(job)
     return not each.is_hopeless and each.memory.fits
@@ -227,10 +232,8 @@ def _cards(asked: Asked, axis: str) -> str:
     others = {name: 1 for name in ("tensor", "pipeline", "context", "expert", "data") if name != axis}
     most = asked.shape.num_heads if axis == "tensor" else asked.shape.num_layers
     for size in range(2, most + 1):
-        changed = dataclasses.replace(
-            asked, num_devices=size, num_nodes=None, fixed={**others, "zero": 0, axis: size}, micro_batch=None
-        )
-        if any(_fits(job) for job in jobs(changed)):
+        changed = dataclasses.replace(asked, num_devices=size, num_nodes=None, fixed={**others, "zero": 0, axis: size})
+        if any(_fits(job) for job in jobs(_thrifty(changed))):
             nodes = f", which crosses nodes of {per_node(asked)}" if axis == "tensor" and size > per_node(asked) else ""
             return f"; alone it takes {size} devices{nodes}"
     return f"; alone it fits on no number of them (up to {axis} = {most})"
@@ -258,41 +261,45 @@ def _why_not(each: Candidate, best: Candidate | None) -> str:
 def _changes(asked: Asked) -> Iterator[str]:
     """Yields the changes that would make something fit, cheapest first."""
 
-    def works(**changes: Any) -> bool:
-        changed = dataclasses.replace(asked, **changes)
+    def works(**changes: Any) -> frozenset[str] | None:
+        """What has to be kept in the host's memory for it; None where it does not fit."""
+        changed = _thrifty(dataclasses.replace(asked, **changes))
         sets = (_NOTHING, *engine(asked.engine).space.offload) if changed.offload is None else (changed.offload,)
-        return any(_fits(job) for offload in sets for job in jobs(changed, offload))
+        return next((offload for offload in sets if any(_fits(job) for job in jobs(changed, offload))), None)
 
-    if asked.recompute not in (None, "full") and works(recompute="full"):
+    if asked.recompute not in (None, "full") and works(recompute="full") is not None:
         yield "recompute activations (--recompute full)"
-    if asked.micro_batch not in (None, 1) and works(micro_batch=1):
+    if asked.micro_batch not in (None, 1) and works(micro_batch=1) is not None:
         yield "micro-batches of one row (--micro-batch 1)"
     given = frozenset() if asked.offload is None else asked.offload
     for offload in engine(asked.engine).space.offload if asked.offload is not None else ():
-        if not offload <= given and works(offload=offload):
+        if not offload <= given and works(offload=offload) is not None:
             names = sorted(offload)
             yield f"keep the {' and '.join(names)} in the host's memory (--offload {','.join(names)})"
             break
     length = asked.sequence_length // 2
-    while length >= 128 and not works(sequence_length=length):
+    while length >= 128 and works(sequence_length=length) is None:
         length //= 2
     if length >= 128:
         yield f"rows of {length} tokens (--sequence-length {length})"
     freer = {"recompute": None, "micro_batch": None}
     for also, changes in (("", {}), (", recomputing what has to be", freer)):
-        count = _enough(asked, works, changes)
-        if count:
-            yield f"{count} devices{also}"
+        found = _enough(asked, works, changes)
+        if found:
+            count, kept = found
+            host = f", with the {' and '.join(sorted(kept))} in the host's memory" if kept and not asked.offload else ""
+            yield f"{count} devices{also}{host}"
             break
 
 
-def _enough(asked: Asked, works: Any, changes: dict[str, Any]) -> int | None:
-    """Returns how many devices suffice, up to 64 times as many."""
+def _enough(asked: Asked, works: Any, changes: dict[str, Any]) -> tuple[int, frozenset[str]] | None:
+    """Returns how many devices suffice, up to 64 times as many, and what is in the host's memory then."""
     count = 2 * asked.num_devices
     while count <= 64 * asked.num_devices:
         batch = -(-asked.global_batch // count) * count
         nodes = None if asked.num_nodes is None else asked.num_nodes * count // asked.num_devices
-        if works(**changes, num_devices=count, global_batch=batch, num_nodes=nodes, fixed={}):
-            return count
+        kept = works(**changes, num_devices=count, global_batch=batch, num_nodes=nodes, fixed={})
+        if kept is not None:
+            return count, kept
         count *= 2
     return None
