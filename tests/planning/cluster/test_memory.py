@@ -6,13 +6,14 @@ import dataclasses
 
 import pytest
 
-from shardline.config import InfeasibleError, UsageError
-from shardline.hardware.catalogue import device
+from shardline.config import InfeasibleError, RunConfig, UsageError
+from shardline.hardware.catalogue import device, parse_devices
 from shardline.models.presets import preset
 from shardline.planning.cluster.engines import engine, engine_names
 from shardline.planning.cluster.job import MEMORY_PARTS, ClusterLayout, Job
 from shardline.planning.cluster.memory import estimate_memory, in_flight, stage_layers, stage_parameters
 from shardline.planning.cluster.shape import ModelShape
+from shardline.planning.memory import predict
 
 LLAMA = ModelShape.of(preset("llama-3.1-8b"), name="llama-3.1-8b")
 
@@ -175,3 +176,23 @@ def test_unknown_names_and_absurd_numbers() -> None:
         _job(precision="bf15_mixed")
     with pytest.raises(UsageError, match="offload 'optimiser'"):
         _job(offload=frozenset({"optimiser"}))
+
+
+def test_on_cores_it_is_what_the_plan_of_this_machine_says() -> None:
+
+    _, cores = parse_devices("cpu:2")
+    shape = ModelShape.of(preset("tiny"))
+    job = Job(
+        shape=shape,
+        device=cores,
+        num_devices=2,
+        sequence_length=512,
+        global_batch=8,
+        micro_batch=2,
+        layout=ClusterLayout(data=2, zero=3),
+        precision="fp32",
+    )
+    run = RunConfig()
+    run = dataclasses.replace(run, parallel=dataclasses.replace(run.parallel, zero=3))
+    expected = predict(preset("tiny"), run, data_ranks=2)
+    assert estimate_memory(job).expected_bytes == expected.total_bytes

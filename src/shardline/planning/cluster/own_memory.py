@@ -3,8 +3,8 @@ docs/planning.md, and needs no constants of an engine.
 
     memory = own_memory(job)         # None for what Shardline does not run; then the engines' closed form is taken
 
-The tensors are those of `planning.memory`; what a process takes beside them on a device (context, libraries, what the
-allocator holds unused) is from engines.yaml, as for every engine.
+The tensors are those of `planning.memory`; what a process takes beside them on an accelerator (context, libraries, what
+the allocator holds unused) is from engines.yaml, as for every engine.
 """
 
 from __future__ import annotations
@@ -65,13 +65,17 @@ def own_memory(job: Job, measure: Measure = "device") -> Memory | None:
     for name, part in (("optimizer", "optimizer"), ("parameters", "weights")):
         if name in job.offload:
             host, parts[part] = host + parts[part], 0.0
-    parts.pop("allocator")  # the C library's
-    parts.pop("checkpoint")  # the host's
-    loose = parts["activations"] + parts["logits"] + parts["communication"]
-    if job.num_devices > 1 and measure == "device":
+    unused, checkpoint = parts.pop("allocator"), parts.pop("checkpoint")
+    if job.device.kind == "cpu":  # the process and the C library's allocator, as `shardline plan` counts them there
+        parts["communication"] += checkpoint
+    else:
+        unused = kind.fragments * (parts["activations"] + parts["logits"] + parts["communication"])
+        parts["runtime"] = kind.context_gib * GIB
+    if job.num_devices > 1 and measure == "device" and job.device.kind != "cpu":
         parts["communication"] += kind.buffers_gib * GIB * (1.0 if job.num_devices > job.devices_per_node else 0.5)
-    parts["runtime"] = kind.context_gib * GIB if measure == "device" else 0.0
-    parts["fragmentation"] = 0.0 if measure == "allocated" else kind.fragments * loose
+    if measure != "device":
+        parts["runtime"] = 0.0
+    parts["fragmentation"] = 0.0 if measure == "allocated" else unused
     total = sum(parts.values())
     return Memory(
         parts=parts,
