@@ -125,7 +125,7 @@ def test_the_ranked_table_has_a_row_for_every_layout(plan: Found):
     assert len(rows) == len(plan.ranked)
     for cells, each, answer in zip(rows, plan.ranked, found_to_json(plan)["ranked"], strict=True):
         row = dict(zip(heads, cells, strict=True))
-        assert row["layout"] == each.job.layout.text()
+        assert row["layout"] == each.job.layout.ranks()
         assert row["micro-batches"] == f"{each.job.num_micro_batches} x {each.job.micro_batch}"
         assert row["recompute"] == each.job.recompute
         assert row["GiB"] == f"{answer['memory_gib']:.1f}"

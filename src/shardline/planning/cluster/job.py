@@ -83,11 +83,16 @@ class ClusterLayout:
         return self.data * self.tensor * self.pipeline * self.context
 
     def text(self) -> str:
+        """In short: dp4 tp2 pp2 interleaved x2 zero1."""
+        return self.ranks(schedule=self.schedule)
+
+    def ranks(self, schedule: str = "1f1b") -> str:
+        """Returns the same, naming a schedule other than 1f1b."""
         parts = {"dp": self.data, "tp": self.tensor, "pp": self.pipeline, "cp": self.context, "ep": self.expert}
         sizes = " ".join(f"{name}{size}" for name, size in parts.items() if size > 1 or name == "dp")
-        if self.pipeline > 1 and self.schedule != "1f1b":
-            stages = f" x{self.virtual_stages}" if self.schedule == "interleaved" else ""
-            sizes += f" {self.schedule}{stages}"
+        if self.pipeline > 1 and schedule != "1f1b":
+            stages = f" x{self.virtual_stages}" if schedule == "interleaved" else ""
+            sizes += f" {schedule}{stages}"
         return f"{sizes} zero{self.zero}" if self.zero else sizes
 
 

@@ -59,7 +59,7 @@ def step_section(found: Found) -> str:
     timeline = pipeline_timeline(best.job, best.time)
     if timeline is not None:
         body += timeline_figure(timeline, bubble=parts.get("bubble", 0.0) / step_s)
-    return card(f"Where the {seconds(step_s)} of a step go", f"{best.job.layout.text()}: {said}.", body)
+    return card(f"Where the {seconds(step_s)} of a step go", f"{best.job.layout.ranks()}: {said}.", body)
 
 
 def _speed(found: Found, best: Candidate) -> str:
@@ -123,7 +123,7 @@ def _cells(index: int, each: Candidate, left_out: set[str]) -> str:
         "MFU": "-" if time.mfu is None else share(time.mfu),
     }
     texts = {name: f"<td{_ALIGN.get(name, '')}>{text}</td>" for name, text in cells.items()}
-    texts["layout"] = f'<th scope="row">{escape(job.layout.text())}</th>'
+    texts["layout"] = f'<th scope="row">{escape(job.layout.ranks())}</th>'
     return "".join(texts[name] for name in _COLUMNS if name not in left_out)
 
 
@@ -133,7 +133,7 @@ def _rows(found: Found) -> Iterator[Row]:
     for index, each in enumerate(shown):
         group = "" if index else "What needs least" if found.best is None else "The best of what fits"
         yield Row(
-            name=each.job.layout.text(),
+            name=each.job.layout.ranks(),
             settings=_settings(each),
             memory=each.memory,
             chosen=each is found.best,
@@ -143,7 +143,7 @@ def _rows(found: Found) -> Iterator[Row]:
     for name, each, _ in found.alternatives:
         if each is None or any(each.job == other.job for other in shown):
             continue
-        settings = f"{each.job.layout.text()}, {_settings(each)}"
+        settings = f"{each.job.layout.ranks()}, {_settings(each)}"
         yield Row(name=name, settings=settings, memory=each.memory, group="What people try first" if first else "")
         first = False
 
