@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import random
 import timeit
+from pathlib import Path
 
 import pytest
 
@@ -12,7 +14,7 @@ from shardline.config import UsageError
 from shardline.planning.cluster.memory import estimate_memory
 from shardline.planning.cluster.scoring import kendall_tau, predict_file, score
 from shardline.planning.cluster.time import estimate_time
-from shardline.planning.cluster.truth import known_settings, predict_row
+from shardline.planning.cluster.truth import COLUMNS, known_settings, predict_row
 
 
 def test_memory_targets() -> None:
@@ -123,3 +125,34 @@ def test_a_row_that_makes_no_sense_is_skipped_with_the_reason(changes: dict, mes
     prediction = predict_row(row)
     assert prediction.memory_gib is None
     assert message in (prediction.skipped or "")
+
+
+ODD = (
+    "", "0", "-1", "abc", "~7", "13B", "1e400", "nan", "3 (fsdp)", "1-2", "8x", "BF16", "TPU v4-512", "MI250X",
+    "T4 16GB",
+    "unknown", "4096x2", "1,024", "full (every layer)", "none/selective", "99999999999", "3.5",
+)  # fmt: skip
+
+
+def test_one_bad_row_spoils_no_other(tmp_path: Path) -> None:
+    chosen = random.Random(7)
+    spoiled = []
+    for _ in range(600):
+        row = dict(chosen.choice(rows()))
+        for name in chosen.sample(COLUMNS, chosen.choice((1, 2, 3))):
+            row[name] = chosen.choice(ODD)
+        spoiled.append(row)
+    path = tmp_path / "runs.csv"
+    with path.open("w", newline="", encoding="utf-8-sig") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        writer.writeheader()
+        writer.writerows({name: row.get(name, "") for name in COLUMNS} for row in spoiled)
+    found = predict_file(str(path))
+    assert len(found["rows"]) == 600
+    assert 0 < found["summary"]["skipped"] < 300
+    for row in found["rows"]:
+        assert row["skipped"] or row["memory_gib"] is not None
+        assert row["memory_gib"] is None or row["memory_gib"] >= 0
+    path.write_bytes(b"\xff\xfe\x00hardware")
+    with pytest.raises(UsageError, match="is no CSV file in UTF-8"):
+        predict_file(str(path))

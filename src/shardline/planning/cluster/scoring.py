@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from shardline.planning.cluster.truth import Prediction, known_settings, predict_row, read_rows
+from shardline.config.errors import UsageError
+from shardline.planning.cluster.truth import Prediction, known_settings, number, predict_row, read_rows
 
 __all__ = ["errors_of", "kendall_tau", "predict_file", "score"]
 
@@ -32,10 +33,18 @@ def errors_of(kind: str, rows: Sequence[dict[str, str]], predictions: Sequence[P
     found = []
     for index, (row, prediction) in enumerate(zip(rows, predictions, strict=True)):
         got = prediction.memory_gib if kind == "memory" else prediction.tokens_per_s_per_device
-        measured = row.get(_COLUMNS[kind])
+        measured = _measured(row, _COLUMNS[kind])
         if measured and got is not None:
-            found.append((index, got / float(measured) - 1))
+            found.append((index, got / measured - 1))
     return found
+
+
+def _measured(row: dict[str, str], column: str) -> float:
+    """Returns a figure of a row, 0 where there is none that can be read."""
+    try:
+        return number(row.get(column))
+    except UsageError:
+        return 0.0
 
 
 def score(rows: Sequence[dict[str, str]], predictions: Sequence[Prediction]) -> dict[str, Any]:
@@ -81,7 +90,7 @@ def _sweep(rows: Sequence[dict[str, str]], predictions: Sequence[Prediction]) ->
         if not row.get("source", "").startswith("BigScience BLOOM") or row.get("hidden") != "14336":
             continue
         got = prediction.tokens_per_s_per_device or 0.0
-        measured = float(row.get("measured_tokens_per_s_per_gpu") or 0)
+        measured = _measured(row, _COLUMNS["tokens_per_s"])
         pairs.append((measured, got if prediction.fits else 0.0))
         if measured:
             timed.append((measured, got))

@@ -37,7 +37,7 @@ def estimate_time(job: Job) -> Time:
     kind = engine(job.engine)
     layout, shape = job.layout, job.shape
     p, v, m = layout.pipeline, layout.virtual_stages, job.num_micro_batches
-    tokens = job.micro_batch * job.sequence_length // layout.context
+    tokens = max(1, job.micro_batch * job.sequence_length // layout.context)
     layer = _layer(job, kind, tokens)
     head = _head(job, kind, tokens)
     mean = shape.num_layers / p

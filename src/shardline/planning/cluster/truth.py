@@ -31,7 +31,7 @@ from shardline.planning.cluster.serving import decode_s, kv_bytes, runtime_names
 from shardline.planning.cluster.shape import ModelShape
 from shardline.planning.cluster.time import estimate_time
 
-__all__ = ["COLUMNS", "Prediction", "known_settings", "predict_row", "read_rows", "row_job"]
+__all__ = ["COLUMNS", "Prediction", "known_settings", "number", "predict_row", "read_rows", "row_job"]
 
 GIB = 1 << 30
 COLUMNS = (
@@ -73,7 +73,7 @@ class Prediction:
 def read_rows(path: str | Path) -> list[dict[str, str]]:
     """Returns the rows of a CSV file with these columns; raises `UsageError` when one that is needed is missing."""
     try:
-        with open(path, newline="", encoding="utf-8") as file:
+        with open(path, newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file)
             missing = [name for name in ("hardware", "model", "n_gpus") if name not in (reader.fieldnames or ())]
             if missing:
@@ -81,6 +81,8 @@ def read_rows(path: str | Path) -> list[dict[str, str]]:
             return [{key: (value or "").strip() for key, value in row.items() if key} for row in reader]
     except OSError as error:
         raise UsageError(f"{path} can't be read: {error.strerror}; give a CSV file.") from error
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise UsageError(f"{path} is no CSV file in UTF-8: {error}.") from error
 
 
 def known_settings(row: dict[str, str]) -> bool:
@@ -111,6 +113,8 @@ def _predict(row: dict[str, str], source: dict[str, Any]) -> Prediction:
     jobs = [
         job for split in _splits(row, shape, source, found) for job in _jobs({**row, **split}, shape, found, source)
     ]
+    if not jobs:
+        return Prediction(skipped="its sizes make no layout of that number of devices")
     job = _choose(jobs)
     memory = estimate_memory(job, measure=source.get("measure", "device"))
     in_use = estimate_memory(job)
@@ -311,7 +315,7 @@ def _sequence(row: dict[str, str], source: dict[str, Any]) -> int:
 
 def _shape(row: dict[str, str], source: dict[str, Any]) -> ModelShape | str:
     """Returns the model, or why there is none."""
-    count = 1e9 * float(row.get("params_b") or 0)
+    count = 1e9 * number(row.get("params_b"))
     layers, hidden = _int(row.get("layers")), _int(row.get("hidden"))
     model = row.get("model") or "model"
     if not hidden and "hidden_size" in _experts(model):
@@ -452,12 +456,17 @@ def _source(row: dict[str, str]) -> dict[str, Any]:
 
 def _int(text: str | None) -> int:
     """Returns the first number of a cell, 0 for an empty one."""
+    return int(number(text))
+
+
+def number(text: str | None) -> float:
+    """Returns the first number of a cell, 0 for an empty one; raises `UsageError` where there is none."""
     if not text:
-        return 0
-    match = re.search(r"\d+(\.\d+)?", text)
+        return 0.0
+    match = re.search(r"\d[\d,]*(\.\d+)?", text)
     if match is None:
         raise UsageError(f"{text!r} is no number.")
-    return int(float(match[0]))
+    return float(match[0].replace(",", ""))
 
 
 def _after(text: str, pattern: str) -> str | None:
