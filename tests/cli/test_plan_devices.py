@@ -202,8 +202,13 @@ def test_a_page_is_written_beside_the_answer(tmp_path, capsys):
     path = tmp_path / "plan.html"
     answer_of(f"llama-3.1-8b --devices 8xH100 --html {path}", capsys)
     assert "llama-3.1-8b" in path.read_text()
-    answer_of(f"llama-3.1-8b --devices 8xL4 --for serve --html {path}", capsys)
+    words = "llama-3.1-8b --devices 8xL4 --for serve --request-rate 4 --ttft-limit 2"
+    answer = answer_of(f"{words} --html {path}", capsys)
     assert "Shardline plan: serving" in path.read_text()
+    assert answer["reasons"][0] in path.read_text()
+    assert f"shardline plan {words} --html" in path.read_text()
+    answer_of(f"deepseek-v3 --devices 8xH100 --for serve --html {path}", capsys, code=3)
+    assert "Nothing works" in path.read_text()
     assert main(["plan", "tiny", "--devices", "8xH100", "--html", str(tmp_path)]) == 2
     assert "Traceback" not in capsys.readouterr().err
 

@@ -11,15 +11,19 @@ from typing import Any
 import pytest
 
 from planning.cluster.test_page import FITS, NOT, PIPED, found
+from planning.cluster.test_serve_page import FEW, LARGE, RATED, SLOW
+from planning.cluster.test_serve_page import NOT as NOT_SERVED
 from shardline.planning.cluster.page import write_page
 from shardline.planning.cluster.search import Found
+from shardline.planning.cluster.serve_page import write_serve_page
+from shardline.planning.cluster.serve_search import ServeFound
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine: apt-get install chromium")
 
 BAD = "<img src=x onerror=\"document.title='broken in'\">"
 # Labels that are cut off by their picture, wider than the bar that they stand in, or on top of each other.
-SPOILED = """() => [...document.querySelectorAll('svg[role=img], .row.head svg')].flatMap(svg => {
+SPOILED = """() => [...document.querySelectorAll('svg[role=img], .row.head svg, .plot > svg')].flatMap(svg => {
   const frame = svg.getBoundingClientRect(), said = [];
   const shown = [...svg.querySelectorAll('text')].map(text => [text, text.getBoundingClientRect()])
     .filter(([, box]) => box.width > 0);
@@ -55,8 +59,11 @@ def open_page(browser: Any, tmp_path: Path) -> Iterator[Any]:
     problems: list[str] = []
     pages = []
 
-    def open_page(plan: Found, width: int) -> Any:
-        write_page(tmp_path / "plan.html", plan, command="shardline plan")
+    def open_page(plan: Found | ServeFound, width: int) -> Any:
+        if isinstance(plan, ServeFound):
+            write_serve_page(tmp_path / "plan.html", plan, command="shardline plan")
+        else:
+            write_page(tmp_path / "plan.html", plan, command="shardline plan")
         page = browser.new_page(viewport={"width": width, "height": 800})
         pages.append(page)
         page.on("pageerror", lambda error: problems.append(str(error)))
@@ -81,14 +88,14 @@ ZERO_BUBBLE = found(
 
 @pytest.mark.parametrize("width", [360, 390, 820, 821, 1024, 1280])
 def test_labels_can_be_read_at_any_width(open_page: Any, width: int):
-    for plan in (FITS, PIPED, NOT, ZERO_BUBBLE):
+    for plan in (FITS, PIPED, NOT, ZERO_BUBBLE, RATED, LARGE, NOT_SERVED, SLOW, FEW):
         page = open_page(plan, width)
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
         assert page.evaluate(SPOILED) == []
 
 
-@pytest.mark.parametrize("plan", [FITS, PIPED], ids=["fits", "piped"])
-def test_on_paper_nothing_is_cut_off(open_page: Any, plan: Found):
+@pytest.mark.parametrize("plan", [FITS, PIPED, RATED, LARGE], ids=["fits", "piped", "served", "served large"])
+def test_on_paper_nothing_is_cut_off(open_page: Any, plan: Found | ServeFound):
     page = open_page(plan, 700)
     page.emulate_media(media="print")
     assert page.evaluate(SPOILED) == []

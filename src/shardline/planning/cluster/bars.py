@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING
 
-from shardline.planning.cluster.figures import GIB, gib, label, seconds, share, svg, ticks
+from shardline.planning.cluster.figures import GIB, gib, label, scroll_table, seconds, share, svg, ticks
 
 if TYPE_CHECKING:
     from shardline.planning.cluster.job import Memory, Time
@@ -24,7 +24,9 @@ __all__ = [
     "SERVING",
     "STEP",
     "VERDICTS",
+    "Limit",
     "Row",
+    "badge",
     "memory_chart",
     "memory_table",
     "step_bar",
@@ -73,63 +75,80 @@ _TORN = "M1 -2 L-5 2 L1 6 L-5 10 L1 14 L-5 18 L1 22 L-5 26 L3 26 L3 -2 Z"
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One bar. `group` begins a new heading above the bar."""
+    """One bar. `group` begins a new heading above it; `words` are the verdict where memory alone does not say it."""
 
     name: str
     settings: str
     memory: Memory
     chosen: bool = False
     group: str = ""
+    words: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limit:
+    """What the line through all bars is: `more` is said beside its size where there is room, `what` in the legend."""
+
+    more: str = ""
+    what: str = "what the device has"
 
 
 def verdict(memory: Memory) -> str:
-    css, mark = VERDICTS[memory.verdict]
-    return f'<span class="verdict {css}"><span aria-hidden="true">{mark}</span> {memory.verdict}</span>'
+    return badge(memory.verdict)
 
 
-def memory_chart(rows: Sequence[Row], names: Names = MEMORY) -> str:
+def badge(words: str) -> str:
+    css, mark = VERDICTS.get(words, VERDICTS["does not fit"])
+    return f'<span class="verdict {css}"><span aria-hidden="true">{mark}</span> {words}</span>'
+
+
+def memory_chart(rows: Sequence[Row], names: Names = MEMORY, *, line: Limit = Limit()) -> str:
     """Returns a legend and one bar a row, with the device's limit through all of them."""
     top, capacity = _scale(rows), rows[0].memory.capacity_bytes
     limit = 100 * capacity / top
-    side = "end" if limit > 80 else "start" if limit < 20 else "middle"
+    room = 30 if line.more else 20  # percent that half of its text takes
+    side = "end" if limit > 100 - room else "start" if limit < room else "middle"
     axis = "".join(
         f'<text class="tick {"start" if not tick else "end" if tick * GIB > 0.97 * top else "middle"}" '
         f'x="{100 * tick * GIB / top:.3f}%" y="13">{tick:,g}{"" if tick else " GiB"}</text>'
         for tick in ticks(top / GIB)
     )
-    line = f'<svg width="100%" height="26" aria-hidden="true">{_limit(limit)}</svg>'
+    through = f'<svg width="100%" height="26" aria-hidden="true">{_limit(limit)}</svg>'
+    texts = {f"{side} wide": line.more, f"{side} narrow": ""} if line.more else {side: ""}
+    said = "".join(
+        f'<text class="limit {css}" x="{limit:.3f}%" y="12">limit {gib(capacity)}{escape(more)}</text>'
+        for css, more in texts.items()
+    )
     items = []
     for row in rows:
         if row.group:
-            items.append(f'<li class="row group"><div>{escape(row.group)}</div>{line}<div></div></li>')
+            items.append(f'<li class="row group"><div>{escape(row.group)}</div>{through}<div></div></li>')
         items.append(_row(row, top, names))
     return (
-        f"{_legend(names, rows)}"
+        f"{_legend(names, rows, line)}"
         '<div class="row head" aria-hidden="true"><div></div>'
-        f'<svg width="100%" height="18"><text class="limit {side}" x="{limit:.3f}%" y="12">'
-        f"limit {gib(capacity)}</text></svg><div></div></div>"
+        f'<svg width="100%" height="18">{said}</svg><div></div></div>'
         f'<ul class="rows">{"".join(items)}</ul>'
         '<div class="row head" aria-hidden="true"><div></div>'
         f'<svg width="100%" height="18">{axis}</svg><div></div></div>'
     )
 
 
-def memory_table(rows: Sequence[Row]) -> str:
+def memory_table(rows: Sequence[Row], names: Names = MEMORY) -> str:
     """Returns the numbers behind the bars, GiB by part."""
-    used = [name for name in MEMORY if any(row.memory.parts.get(name) for row in rows)]
-    head = "".join(f'<th scope="col">{MEMORY[name][0]}</th>' for name in used)
+    used = [name for name in names if any(row.memory.parts.get(name) for row in rows)]
+    banded = _is_banded(rows)
+    head = "".join(f'<th scope="col">{words}</th>' for words in (*(names[name][0] for name in used), "all"))
     body = "".join(
         f'<tr><th scope="row">{escape(row.name)}<span class="soft">{escape(row.settings)}</span></th>'
         + "".join(f"<td>{row.memory.parts.get(name, 0.0) / GIB:,.2f}</td>" for name in used)
         + f"<td>{row.memory.expected_bytes / GIB:,.2f}</td>"
-        f"<td>{row.memory.low_bytes / GIB:,.1f} to {row.memory.high_bytes / GIB:,.1f}</td></tr>"
+        + (f"<td>{row.memory.low_bytes / GIB:,.1f} to {row.memory.high_bytes / GIB:,.1f}</td>" if banded else "")
+        + "</tr>"
         for row in rows
     )
-    return (
-        f'<div class="scroll" role="region" tabindex="0" aria-label="Memory by part"><table class="parts"><thead><tr>'
-        f'<th scope="col">GiB of the fattest device</th>{head}<th scope="col">all</th><th scope="col">band</th>'
-        f"</tr></thead><tbody>{body}</tbody></table></div>"
-    )
+    head = f'<th scope="col">GiB of the fattest device</th>{head}' + ('<th scope="col">band</th>' if banded else "")
+    return scroll_table("Memory by part", head, body, css="parts")
 
 
 def step_bar(time: Time) -> str:
@@ -165,14 +184,17 @@ def _used(time: Time) -> list[tuple[str, float]]:
     return [(name, time.parts[name]) for name in STEP if time.parts.get(name, 0.0) > 0]
 
 
-def _legend(names: Names, rows: Sequence[Row]) -> str:
+def _is_banded(rows: Sequence[Row]) -> bool:
+    return any(row.memory.low_bytes < row.memory.high_bytes for row in rows)
+
+
+def _legend(names: Names, rows: Sequence[Row], line: Limit) -> str:
     keys = "".join(f'<li><span class="swatch {name}"></span>{words}</li>' for name, (words, _) in names.items())
     hosts = any(row.memory.host_bytes for row in rows)
     host = '<li><span class="swatch kept"></span>memory of a host, whose limit is the same line</li>' if hosts else ""
-    banded = any(row.memory.low_bytes < row.memory.high_bytes for row in rows)
-    band = '<li><span class="swatch band"></span>low to high</li>' if banded else ""
+    band = '<li><span class="swatch band"></span>low to high</li>' if _is_banded(rows) else ""
     return (
-        f'<ul class="legend">{keys}<li><span class="swatch limit"></span>what the device has</li>'
+        f'<ul class="legend">{keys}<li><span class="swatch limit"></span>{escape(line.what)}</li>'
         '<li><span class="swatch over"></span>beyond it</li>'
         f"{band}{host}</ul>"
     )
@@ -188,21 +210,20 @@ def _scale(rows: Sequence[Row]) -> float:
 def _row(row: Row, top: float, names: Names) -> str:
     memory = row.memory
     parts = ", ".join(f"{names[name][0]} {gib(memory.parts[name])}" for name in names if memory.parts.get(name))
-    desc = (
-        f"{gib(memory.expected_bytes)} ({gib(memory.low_bytes)} to {gib(memory.high_bytes)}) of "
-        f"{gib(memory.capacity_bytes)}: {parts}."
-    )
+    band = f" ({gib(memory.low_bytes)} to {gib(memory.high_bytes)})" if _is_banded([row]) else ""
+    desc = f"{gib(memory.expected_bytes)}{band} of {gib(memory.capacity_bytes)}: {parts}."
     host = ""
     if memory.host_bytes:
         amount = f"host {memory.host_bytes / GIB:,.0f} of {memory.host_capacity_bytes / GIB:,.0f}"
         host = f'<span class="soft">{amount}</span>'
         desc += f" Of the host {gib(memory.host_bytes)} of {gib(memory.host_capacity_bytes)}."
+    said = badge(row.words or memory.verdict)
     css, height = ("memory tall", 56) if host else ("memory", 44)
     picture = svg(_bar(memory, top, names), height=height, title=f"Memory of {row.name}", desc=desc, css=css)
     return (
         f'<li class="row{" chosen" if row.chosen else ""}"><div class="who">'
         f'<span class="name">{escape(row.name)}</span><span class="soft">{escape(row.settings)}</span></div>{picture}'
-        f'<div class="much"><span class="name">{gib(memory.expected_bytes)}</span>{verdict(memory)}{host}</div></li>'
+        f'<div class="much"><span class="name">{gib(memory.expected_bytes)}</span>{said}{host}</div></li>'
     )
 
 
@@ -240,7 +261,7 @@ def _parts(memory: Memory, top: float, names: Names) -> Iterator[str]:
             texts = [f"{words} {number}", f"{short} {number}", short, number]
             labels.append(label(texts, x=(begin + end) / 2, width=end - begin, y=_MIDDLE + 16, css=name))
         at += width
-    if total > limit:
+    if total > limit * (1 + 1e-9):  # what fills it exactly is not beyond it
         yield f'<rect class="over" x="{limit:.3f}%" y="{_MIDDLE - 6}" width="{total - limit:.3f}%" height="4"/>'
     yield from labels
 

@@ -4,6 +4,7 @@
     seconds(0.0123)     "12.3 ms"
     ticks(100)          [0, 20, 40, 60, 80, 100]
     svg(body, height=44, title="dp8", desc="...")
+    scroll_table("The layouts", head, body)
 
 A picture is as wide as its place: what is drawn says where it is in percent of the width, so text keeps its size on a
 telephone and on paper. Its colours come from the page's CSS.
@@ -15,7 +16,7 @@ import math
 from collections.abc import Sequence
 from html import escape
 
-__all__ = ["GIB", "gib", "label", "seconds", "share", "svg", "three", "tick_seconds", "ticks"]
+__all__ = ["GIB", "gib", "label", "scroll_table", "seconds", "share", "svg", "three", "tick_seconds", "ticks"]
 
 GIB = 1 << 30
 # Pixels that a letter takes at most in the fonts that browsers choose, and what stays free beside a word.
@@ -68,6 +69,15 @@ def svg(body: str, *, height: int, title: str, desc: str, css: str = "") -> str:
     return (
         f'<svg class="{css}" role="img" width="100%" height="{height}">'
         f"<title>{escape(title)}</title><desc>{escape(desc)}</desc>{body}</svg>"
+    )
+
+
+def scroll_table(title: str, head: str, body: str, *, css: str = "") -> str:
+    """Returns a table that scrolls sideways in its own place where a screen is too narrow for it."""
+    kind = f' class="{css}"' if css else ""
+    return (
+        f'<div class="scroll" role="region" tabindex="0" aria-label="{escape(title)}"><table{kind}><thead><tr>{head}'
+        f"</tr></thead><tbody>{body}</tbody></table></div>"
     )
 
 

@@ -28,7 +28,9 @@ from shardline.planning.cluster.sections import all_tokens, card, memory_section
 if TYPE_CHECKING:
     from shardline.planning.cluster.search import Candidate, Found
 
-__all__ = ["count_words", "fill", "foot", "listed", "make_page", "show_tiles", "write_html", "write_page"]
+__all__ = [
+    "count_words", "defined", "fill", "foot", "header", "listed", "make_page", "show_tiles", "write_html", "write_page",
+]  # fmt: skip
 
 _CAN = {"fits": "It fits", "tight": "It is tight", "does not fit": "It does not fit"}
 
@@ -109,8 +111,13 @@ def _header(found: Found) -> str:
             f"{gib(best.memory.capacity_bytes)} on the fullest device, {all_tokens(best):,.0f} tokens/s, "
             f"{seconds(time.step_s)} a step{used}."
         )
+    return header("training", title=_what(found), badge=badge, sentence=sentence, facts=facts)
+
+
+def header(purpose: str, *, title: str, badge: str, sentence: str, facts: Sequence[str]) -> str:
+    """Returns a page's head: what is planned, the answer in a sentence, and what was asked."""
     return (
-        f'<header><p class="kicker">Shardline plan: training</p><h1>{escape(_what(found))}</h1>'
+        f'<header><p class="kicker">Shardline plan: {purpose}</p><h1>{escape(title)}</h1>'
         f'<p class="lead">{badge} {escape(sentence)}</p>'
         f'<ul class="facts">{"".join(f"<li>{escape(fact)}</li>" for fact in facts)}</ul></header>'
     )
@@ -172,8 +179,7 @@ def _changes(found: Found) -> str:
 def _why_not(found: Found) -> str:
     if not found.alternatives:
         return ""
-    body = "".join(f"<dt>{escape(name)}</dt><dd>{escape(why)}</dd>" for name, _, why in found.alternatives)
-    return card("Why not the others", "", f"<dl>{body}</dl>")
+    return card("Why not the others", "", defined([(name, why) for name, _, why in found.alternatives]))
 
 
 def _config(found: Found) -> str:
@@ -235,6 +241,11 @@ def _plain(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return ", ".join(value) if isinstance(value, list) else str(value)
+
+
+def defined(items: Sequence[tuple[str, str]]) -> str:
+    """Returns names, each with what is said of it."""
+    return f"<dl>{''.join(f'<dt>{escape(name)}</dt><dd>{escape(text)}</dd>' for name, text in items)}</dl>"
 
 
 def listed(items: Sequence[str]) -> str:

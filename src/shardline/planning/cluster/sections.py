@@ -13,7 +13,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from shardline.planning.cluster.bars import Row, memory_chart, memory_table, step_bar, step_table, verdict
-from shardline.planning.cluster.figures import GIB, seconds, share, three
+from shardline.planning.cluster.figures import GIB, scroll_table, seconds, share, three
 from shardline.planning.cluster.timeline import pipeline_timeline, schedule_words, timeline_figure
 
 if TYPE_CHECKING:
@@ -100,8 +100,7 @@ def ranked_section(found: Found) -> str:
     return card(
         title,
         lead,
-        f'<div class="scroll" role="region" tabindex="0" aria-label="{title}"><table><thead><tr>{head}</tr></thead>'
-        f"<tbody>{body}</tbody></table></div>"
+        f"{scroll_table(title, head, body)}"
         '<p class="soft">dp, tp, pp, cp, ep: data, tensor, pipeline, context, expert ranks. zero1 to zero3: data ranks '
         "share out optimizer states, gradients, weights.</p>",
     )

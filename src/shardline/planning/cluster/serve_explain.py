@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from shardline.planning.cluster.serve_search import Served, ServeFound
 
-__all__ = ["served_lines", "served_reasons", "served_table", "served_to_json"]
+__all__ = ["served_lines", "served_reasons", "served_table", "served_to_json", "served_verdict"]
 
 GIB = 1 << 30
 
@@ -70,7 +70,7 @@ def served_to_json(found: ServeFound) -> dict[str, Any]:
     total = serving.expected_bytes / GIB
     return {
         "fits": found.best is not None,
-        "verdict": _verdict(best),
+        "verdict": served_verdict(best),
         "memory_gib": {
             "total": total,
             "low": total,
@@ -137,7 +137,7 @@ def _pair(each: Served) -> tuple[float | None, float | None]:
     return serving.ttft_s, serving.tpot_s
 
 
-def _verdict(each: Served) -> str:
+def served_verdict(each: Served) -> str:
     if not each.serving.fits:
         return "does not fit"
     if not each.works:

@@ -2,34 +2,43 @@
 
     write_serve_page("plan.html", search_serving(asked), command="shardline plan llama-3.1-8b --for serve ...")
 
-Memory of each way to serve against the device's limit, how many requests fit by their length, time to the first token
-and for each further one by request rate, the ranked table, the reasons, and why not the others.
+Memory of each way to serve against what a replica may use, how many requests fit by their length, time to the first
+token and for each further one by request rate, the ranked table, the reasons, why not the others, and the command that
+serves it so.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardline.planning.cluster.bars import SERVING, Row, memory_chart, verdict
-from shardline.planning.cluster.figures import gib, seconds, svg
-from shardline.planning.cluster.job import Memory
-from shardline.planning.cluster.page import count_words, fill, foot, listed, show_tiles, write_html
+from shardline.planning.cluster.bars import badge
+from shardline.planning.cluster.figures import gib, seconds, three
+from shardline.planning.cluster.page import count_words, defined, fill, foot, header, listed, show_tiles, write_html
 from shardline.planning.cluster.sections import card
-from shardline.planning.cluster.serve_explain import served_reasons
-from shardline.planning.cluster.serve_search import Served, replica
+from shardline.planning.cluster.serve_explain import served_reasons, served_verdict
+from shardline.planning.cluster.serve_rates import serve_rates
+from shardline.planning.cluster.serve_sections import (
+    OPTION,
+    layout_words,
+    memory_of,
+    num_replicas,
+    serve_lengths,
+    serve_memory,
+    serve_ranked,
+    tokens,
+)  # fmt: skip
 from shardline.planning.cluster.serving import MAX_SEQUENCES, MEMORY_SHARE
 
 if TYPE_CHECKING:
-    from shardline.planning.cluster.serve_search import ServeFound
+    from shardline.planning.cluster.serve_search import Served, ServeFound
 
-__all__ = ["make_serve_page", "write_serve_page"]
+__all__ = ["make_serve_page", "serve_flags", "write_serve_page"]
 
-_LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
-_LOADS = (0.1, 0.25, 0.5, 0.75, 0.9)
+Tile = tuple[str, str, str]
+_BATCHED_TOKENS = 8192  # of a step, whose activations the plan counts
 
 
 def write_serve_page(path: str | Path, found: ServeFound, *, command: str | None = None) -> None:
@@ -39,43 +48,21 @@ def write_serve_page(path: str | Path, found: ServeFound, *, command: str | None
 
 def make_serve_page(found: ServeFound, *, command: str | None = None) -> str:
     """Returns the page's HTML."""
-    return fill(
-        f"Serving {found.asked.shape.name} - plan",
-        [
-            _header(found),
-            _tiles(found),
-            _memory(found),
-            _lengths(found),
-            _rates(found),
-            _ranked(found),
-            _words(found),
-            _foot(found, command),
-        ],
-    )
+    sections = [
+        _header(found),
+        show_tiles(list(_tiles(found))),
+        serve_memory(found),
+        serve_lengths(found),
+        serve_rates(found),
+        serve_ranked(found),
+        _words(found),
+        _foot(found, command),
+    ]
+    return fill(f"{_what(found)} - serving plan", sections)
 
 
-def _name(each: Served) -> str:
-    ranks = f"{each.tensor} tensor ranks" if each.tensor > 1 else "one device"
-    return f"{each.replicas} x {ranks}"
-
-
-def _as_memory(each: Served) -> Memory:
-    serving = each.serving
-    total = serving.expected_bytes
-    return Memory(
-        parts=serving.parts,
-        low_bytes=total,
-        high_bytes=total,
-        capacity_bytes=serving.capacity_bytes,
-        pipeline_rank=0,
-    )
-
-
-def _badge(each: Served) -> str:
-    if each.works:
-        return verdict(_as_memory(each))
-    words = "does not fit" if not each.serving.fits else "too slow" if not each.is_in_time else "too few devices"
-    return f'<span class="verdict bad"><span aria-hidden="true">&#10005;</span> {words}</span>'
+def _what(found: ServeFound) -> str:
+    return f"{found.asked.shape.name} on {found.asked.num_devices} x {found.asked.device.name}"
 
 
 def _header(found: ServeFound) -> str:
@@ -83,195 +70,136 @@ def _header(found: ServeFound) -> str:
     shown = best or found.ranked[0]
     facts = [
         f"{count_words(asked.shape.parameters)} parameters",
-        f"weights in {asked.weights}, cache in {asked.cache}",
-        f"{asked.prompt_tokens:,} tokens a prompt, {asked.output_tokens:,} a reply",
-        f"served by {asked.runtime}",
+        f"weights in {asked.weights}",
+        f"cache in {asked.cache}",
+        f"prompts of {tokens(asked.prompt_tokens)}",
+        f"replies of {tokens(asked.output_tokens)}",
     ]
     if asked.request_rate is not None:
-        facts.append(f"{asked.request_rate:g} requests/s")
-    facts += [f"TTFT within {seconds(limit)}" for limit in (asked.ttft_limit_s,) if limit is not None]
-    facts += [f"TPOT within {seconds(limit)}" for limit in (asked.tpot_limit_s,) if limit is not None]
-    if best is None:
-        sentence = f"Nothing works. With {_name(shown)}: {shown.why_not}."
+        facts.append(f"{asked.request_rate:,.6g} requests/s")
+    limits = {"TTFT": asked.ttft_limit_s, "TPOT": asked.tpot_limit_s}
+    facts += [f"{name} within {seconds(limit)}" for name, limit in limits.items() if limit is not None]
+    facts.append(f"served by {asked.runtime}")
+    sentence = f"Nothing works. With {layout_words(shown)}: {shown.why_not}."
+    if best is not None:
+        sentence = (
+            f"It works as {layout_words(best)}, {best.num_devices} of {asked.num_devices} devices: {_speed(best)}."
+        )
+    elif found.changes:
+        sentence += f" The cheapest change that would do: {found.changes[0]}."
+    title, verdict = _what(found), badge(served_verdict(shown))
+    return header("serving", title=title, badge=verdict, sentence=sentence, facts=facts)
+
+
+def _speed(best: Served) -> str:
+    serving, rate = best.serving, best.asked.request_rate
+    if rate is None or serving.ttft_s is None or serving.tpot_s is None:
+        return (
+            f"{best.tokens_per_s:,.0f} tokens/s when full, {three(serving.max_request_rate * best.replicas)} requests/s"
+        )
+    return (
+        f"at {rate:,.6g} requests/s the first token comes after {seconds(serving.ttft_s)}, each further one after "
+        f"{seconds(serving.tpot_s)}"
+    )
+
+
+def _tiles(found: ServeFound) -> Iterator[Tile]:
+    asked, best = found.asked, found.best
+    shown = best or found.ranked[0]
+    serving, count = shown.serving, num_replicas(shown)
+    memory = memory_of(shown)
+    if not serving.fits:
+        over = memory.expected_bytes - memory.capacity_bytes
+        times = memory.expected_bytes / memory.capacity_bytes
+        yield "memory for one request", gib(memory.expected_bytes), f"on each of {shown.tensor} devices"
+        yield "a replica may use", gib(memory.capacity_bytes), f"{MEMORY_SHARE:.0%} of a device"
+        yield "too much by", gib(over), f"{times:.3g} times what it may use"
+        yield "weights on a device", gib(serving.parts["weights"]), f"in {asked.weights}, shared by {shown.tensor}"
+        return
+    if best is not None and serving.ttft_s is not None and serving.tpot_s is not None:
+        yield "first token (TTFT)", seconds(serving.ttft_s), _within(asked.ttft_limit_s)
+        yield "further token (TPOT)", seconds(serving.tpot_s), _within(asked.tpot_limit_s)
+        yield "requests at once", three(serving.concurrency or 0), f"of {serving.max_requests:,} that fit on a replica"
     else:
-        serving = best.serving
-        speed = f"{best.tokens_per_s:,.0f} tokens/s of all replicas"
-        if serving.ttft_s is not None and serving.tpot_s is not None:
-            speed = f"the first token after {seconds(serving.ttft_s)}, each further one after {seconds(serving.tpot_s)}"
-        sentence = f"It works as {_name(best)}, {best.num_devices} of {asked.num_devices} devices: {speed}."
-    title = f"{asked.shape.name} on {asked.num_devices} x {asked.device.name}"
-    return (
-        f'<header><p class="kicker">Shardline plan: serving</p><h1>{escape(title)}</h1>'
-        f'<p class="lead">{_badge(shown)} {escape(sentence)}</p>'
-        f'<ul class="facts">{"".join(f"<li>{escape(fact)}</li>" for fact in facts)}</ul></header>'
-    )
+        yield "a prompt", seconds(serving.prefill_s), f"of {tokens(asked.prompt_tokens)}, alone"
+        yield "a token", seconds(serving.decode_s), f"alone; {seconds(serving.decode_full_s)} when full"
+        yield "requests at once", f"{serving.max_requests:,}", "on a replica, as many as fit"
+    if best is not None:
+        yield "tokens per second", f"{best.tokens_per_s:,.0f}", f"{best.tokens_per_s / best.num_devices:,.0f} a device"
+    most = serving.max_request_rate * (count if shown.works else max(1, asked.num_devices // shown.tensor))
+    yield "requests a second", three(most), "the most it keeps up with"
+    if shown.is_in_time:
+        yield "devices", f"{shown.num_devices:,}", f"of {asked.num_devices:,} that there are"
 
 
-def _tiles(found: ServeFound) -> str:
-    shown = found.best or found.ranked[0]
-    serving = shown.serving
-    tiles = [("weights on a device", gib(serving.parts["weights"]), f"of {gib(serving.capacity_bytes)}")]
-    if serving.fits:
-        tiles += [
-            ("requests at once", f"{serving.max_requests:,}", "on one replica"),
-            ("a prompt", seconds(serving.prefill_s), f"of {found.asked.prompt_tokens:,} tokens"),
-            ("a token", seconds(serving.decode_s), f"alone; {seconds(serving.decode_full_s)} when full"),
-            ("tokens per second", f"{shown.tokens_per_s:,.0f}", f"{shown.replicas} replicas"),
-        ]
-    return show_tiles(tiles)
-
-
-def _memory(found: ServeFound) -> str:
-    rows = [
-        Row(
-            name=_name(each),
-            settings=f"{each.serving.max_requests:,} requests at once" if each.serving.fits else each.why_not,
-            memory=_as_memory(each),
-            chosen=each is found.best,
-            group="" if index else "What works" if found.best is not None else "What comes nearest",
-        )
-        for index, each in enumerate(found.ranked)
-    ]
-    return card(
-        "Memory of one device",
-        f"Weights, a step's activations and the runtime; what {MEMORY_SHARE:.0%} of the device leaves is the cache.",
-        memory_chart(rows, SERVING),
-    )
-
-
-def _bars(head: tuple[str, str], rows: Sequence[tuple[str, float, str]]) -> str:
-    """A table whose figures are drawn too: (name, how long its bar is, its figure)."""
-    top = max((value for _, value, _ in rows), default=0.0) or 1.0
-    body = "".join(
-        f'<tr><th scope="row">{escape(name)}</th><td class="text">'
-        + svg(
-            f'<rect class="part cache" x="0%" y="3" width="{100 * value / top:.3f}%" height="14"/>',
-            height=20,
-            title=name,
-            desc=text,
-        )
-        + f"</td><td>{escape(text)}</td></tr>"
-        for name, value, text in rows
-    )
-    return (
-        f'<table><thead><tr><th scope="col">{head[0]}</th><th scope="col" aria-hidden="true"></th>'
-        f'<th scope="col">{head[1]}</th></tr></thead><tbody>{body}</tbody></table>'
-    )
-
-
-def _lengths(found: ServeFound) -> str:
-    if found.best is None:
-        return ""
-    asked, rows = found.asked, []
-    for length in _LENGTHS:
-        prompt = max(1, length - asked.output_tokens)
-        changed = dataclasses.replace(asked, prompt_tokens=prompt, request_rate=None)
-        count = replica(changed, found.best.tensor).max_requests
-        if length > asked.output_tokens:
-            rows.append((f"{length:,} tokens", float(count), f"{count:,}"))
-    return card(
-        "How many requests fit at once",
-        f"On one replica, by a request's length with its reply; at most {MAX_SEQUENCES} take part in a step.",
-        _bars(("a request of", "at once"), rows),
-    )
-
-
-def _rates(found: ServeFound) -> str:
-    if found.best is None:
-        return ""
-    best, asked = found.best, found.asked
-    most = best.serving.max_request_rate
-    body = ""
-    for load in _LOADS:
-        changed = dataclasses.replace(asked, request_rate=load * most, ttft_limit_s=None, tpot_limit_s=None)
-        serving = replica(changed, best.tensor)
-        if serving.ttft_s is None or serving.tpot_s is None or serving.replicas > 1:
-            continue
-        late = [
-            limit is not None and value > limit
-            for value, limit in ((serving.ttft_s, asked.ttft_limit_s), (serving.tpot_s, asked.tpot_limit_s))
-        ]
-        ttft, tpot = (
-            f"{seconds(value)}{' (over the limit)' if is_late else ''}"
-            for value, is_late in zip((serving.ttft_s, serving.tpot_s), late, strict=True)
-        )
-        body += (
-            f'<tr><th scope="row">{load * most:.3g} requests/s ({load:.0%})</th><td>{ttft}</td><td>{tpot}</td>'
-            f"<td>{serving.concurrency:,.3g}</td></tr>"
-        )
-    if not body:
-        return ""
-    head = "".join(f'<th scope="col">{name}</th>' for name in ("load of a replica", "TTFT", "TPOT", "at once"))
-    return card(
-        "How quickly it answers",
-        "Mean times of one replica by its load, requests arriving at random.",
-        '<div class="scroll" role="region" tabindex="0" aria-label="Times by load"><table><thead>'
-        f"<tr>{head}</tr></thead><tbody>{body}</tbody></table></div>",
-    )
-
-
-def _ranked(found: ServeFound) -> str:
-    names = ("layout", "weights", "cache", "requests at once", "TTFT", "TPOT", "tokens/s", "devices", "verdict")
-    head = "".join(
-        f'<th scope="col"{" class=text" if name in ("layout", "verdict") else ""}>{name}</th>' for name in names
-    )
-    body = "".join(
-        f"<tr{' class=chosen' if each is found.best else ''}>{''.join(_cells(each))}</tr>" for each in found.ranked
-    )
-    title = "The ways that work, ranked" if found.best is not None else "The ways that were tried"
-    return card(
-        title,
-        "",
-        f'<div class="scroll" role="region" tabindex="0" aria-label="{title}"><table><thead><tr>{head}</tr></thead>'
-        f"<tbody>{body}</tbody></table></div>",
-    )
-
-
-def _cells(each: Served) -> Iterator[str]:
-    serving, rated = each.serving, each.asked.request_rate is not None
-    ttft, tpot = (serving.ttft_s, serving.tpot_s) if rated else (serving.prefill_s, serving.decode_full_s)
-    yield f'<th scope="row">{_name(each)}</th>'
-    yield f"<td>{gib(serving.parts['weights'])}</td><td>{gib(serving.parts['cache'])}</td>"
-    yield f"<td>{serving.max_requests:,}</td>"
-    yield from (f"<td>{'-' if value is None or not serving.fits else seconds(value)}</td>" for value in (ttft, tpot))
-    yield f"<td>{f'{each.tokens_per_s:,.0f}' if serving.fits else '-'}</td><td>{each.num_devices}</td>"
-    yield f"<td class=text>{_badge(each)}</td>"
+def _within(limit: float | None) -> str:
+    return "on average" if limit is None else f"on average, limit {seconds(limit)}"
 
 
 def _words(found: ServeFound) -> str:
+    """Reasons and the command on one side, the alternatives and the options on the other."""
     if found.best is None:
         nothing = "Nothing that was tried: fewer bits, shorter prompts, up to 64 times as many devices."
-        left = card("What would make it work", "", listed(found.changes or [nothing]))
+        lead = "Each of these alone would, the cheapest first." if len(found.changes) > 1 else ""
+        left = card("What would make it work", lead, listed(found.changes or [nothing]))
     else:
         left = card("Why this one", "", listed(served_reasons(found, found.best))) + _command(found.best)
-    body = "".join(f"<dt>{escape(name)}</dt><dd>{escape(why)}</dd>" for name, _, why in found.alternatives)
-    right = card("The others", "", f"<dl>{body}</dl>") if body else ""
+    refused = [(name, why) for name, _, why in found.alternatives if not name.startswith(OPTION)]
+    options = [(name[0].upper() + name[1:], why) for name, _, why in found.alternatives if name.startswith(OPTION)]
+    title = "Why not" if found.best is None else "Why not the others"
+    right = card(title, "", defined(refused)) if refused else ""
+    if options:
+        right += card("What else could be chosen", "The same layout with fewer bits.", defined(options))
     return f'<div class="columns"><div>{left}</div><div>{right}</div></div>'
 
 
 def _command(best: Served) -> str:
     asked = best.asked
     if asked.runtime != "shardline":
-        return ""
-    words = ["shardline serve FOLDER"]
-    if asked.weights in ("int8", "int4"):
-        words.append(f"--quantization {asked.weights}")
-    words.append(f"--dtype {'fp32' if asked.weights == 'fp32' else 'bf16'}")
-    if asked.cache == "int8":
-        words.append("--kv-cache-dtype int8")
+        length = tokens(asked.prompt_tokens + asked.output_tokens)
+        text = (
+            f"{asked.runtime} is started by its own command: {layout_words(best)}, requests of up to {length}, weights "
+            f"in {asked.weights}, cache in {asked.cache}, {MEMORY_SHARE:.0%} of each device's memory."
+        )
+        return card("To serve it", text, "")
+    lines = [" ".join(pair) for pair in serve_flags(best)]
+    text = " \\\n  ".join(["shardline serve FOLDER", *lines])
+    lead = "FOLDER holds the model, or is hf://ORG/NAME."
+    if best.replicas > 1:
+        lead += f" One command starts all {best.replicas} replicas behind one address."
+    return card("To serve it", lead, f"<pre>{escape(text)}</pre>")
+
+
+def serve_flags(best: Served) -> Iterator[tuple[str, str]]:
+    """Yields the flags of `shardline serve` that make what is planned."""
+    asked = best.asked
+    dtype = asked.weights if asked.weights in ("fp32", "bf16") else "bf16"
+    yield "--dtype", dtype
+    if asked.weights != dtype:
+        yield "--quantization", asked.weights
+    if asked.cache != dtype:
+        yield "--kv-cache-dtype", asked.cache
     if best.tensor > 1:
-        words.append(f"--tensor-parallel-size {best.tensor}")
-    words.append(f"--max-model-len {asked.prompt_tokens + asked.output_tokens}")
-    return card("To serve it", "One replica.", f"<pre>{escape(' '.join(words))}</pre>")
+        yield "--tensor-parallel-size", str(best.tensor)
+    if best.replicas > 1:
+        yield "--data-parallel-size", str(best.replicas)
+    yield "--max-model-len", str(asked.prompt_tokens + asked.output_tokens)
+    yield "--max-num-seqs", str(best.serving.max_requests)
+    yield "--max-num-batched-tokens", str(_BATCHED_TOKENS)
 
 
 def _foot(found: ServeFound, command: str | None) -> str:
     device = found.asked.device
     notes = [
-        "Calculated in closed form, not measured on these devices.",
-        f"A replica is given {MEMORY_SHARE:.0%} of the device's memory. Times are means; requests arrive at random, "
-        "and prefills take turns with decoding.",
-        "Prefill is bound by matrix products, decoding by reading weights and cache; both also take the runtime's own "
+        "Calculated in closed form, not measured on these devices. docs/planning.md of Shardline holds such times "
+        "against those that others measured.",
+        f"A replica may use {MEMORY_SHARE:.0%} of a device's memory, in GiB of 2^30 bytes. What is needed is said in "
+        "words as the memory of a whole device, of which that share would be enough.",
+        f"At most {MAX_SEQUENCES} requests take part in a step. All have the same length, and prompts that begin alike "
+        "share nothing.",
+        "Times are means, not those of the slowest requests. Requests arrive at random (Poisson), and prompts take "
+        "turns with the steps that answer.",
+        "A prompt is bound by matrix products, a token by reading weights and cache; both also take the runtime's own "
         "time.",
         f"{device.name}: {device.source}. Product rate: {device.measured_source}.",
     ]
