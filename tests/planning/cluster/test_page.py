@@ -17,7 +17,7 @@ from shardline.hardware.catalogue import device
 from shardline.models.presets import preset
 from shardline.planning.cluster.bars import MEMORY, STEP, VERDICTS
 from shardline.planning.cluster.explain import found_to_json
-from shardline.planning.cluster.figures import GIB, gib, seconds, share, three, ticks
+from shardline.planning.cluster.figures import GIB, gib, seconds, share, three, ticks, time_ticks
 from shardline.planning.cluster.job import MEMORY_PARTS, TIME_PARTS, Memory
 from shardline.planning.cluster.page import make_page, write_page
 from shardline.planning.cluster.search import Asked, Candidate, Found, search
@@ -344,6 +344,11 @@ def test_ticks_are_round_and_few(top: float):
     assert found[0] == 0
     assert top - (found[1] - found[0]) < found[-1] <= top
     assert len(f"{found[1]:.12g}".strip("0.")) <= 2
+
+
+def test_ticks_of_time_are_round_in_their_unit():
+    assert time_ticks(0.25, most=3) == [(0, "0 ms"), (pytest.approx(0.1), "100 ms"), (pytest.approx(0.2), "200 ms")]
+    assert time_ticks(150, most=3) == [(0, "0 min"), (60, "1 min"), (120, "2 min")]
 
 
 def test_shares_and_sizes_in_words():

@@ -109,7 +109,7 @@ def memory_chart(rows: Sequence[Row], names: Names = MEMORY, *, line: Limit = Li
     room = 30 if line.more else 20  # percent that half of its text takes
     side = "end" if limit > 100 - room else "start" if limit < room else "middle"
     axis = "".join(
-        f'<text class="tick {"start" if not tick else "end" if tick * GIB > 0.97 * top else "middle"}" '
+        f'<text class="tick {"start" if not tick else "end" if tick * GIB > 0.94 * top else "middle"}" '
         f'x="{100 * tick * GIB / top:.3f}%" y="13">{tick:,g}{"" if tick else " GiB"}</text>'
         for tick in ticks(top / GIB)
     )

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from shardline.planning.cluster.figures import seconds, svg, tick_seconds, ticks
+from shardline.planning.cluster.figures import seconds, svg, ticks, time_ticks
 
 __all__ = ["Column", "Point", "column_chart", "curve_chart"]
 
@@ -65,8 +65,8 @@ def curve_chart(
             place = f'cx="{100 * point.x / right:.3f}%" cy="{_y(point.y, top):.2f}" r="{size}"'
             body += f'<circle class="{css}" {place}><title>{escape(point.words)}</title></circle>'
     scale = "".join(
-        f'<text class="tick end" x="100%" y="{_y(tick, top) + 4:.1f}">{tick_seconds(tick, top)}</text>'
-        for tick in ticks(top, most=5)
+        f'<text class="tick end" x="100%" y="{_y(tick, top) + 4:.1f}">{text}</text>'
+        for tick, text in time_ticks(top, most=5)
     )
     height = _HEAD + _HEIGHT + _AXIS
     return (
@@ -103,11 +103,11 @@ def _y(value: float, top: float) -> float:
 
 def _grid(right: float, top: float, under: str) -> Iterator[str]:
     floor = _HEAD + _HEIGHT
-    for tick in ticks(top, most=5):
+    for tick, _ in time_ticks(top, most=5):
         yield f'<line class="grid" x1="0%" x2="100%" y1="{_y(tick, top):.2f}" y2="{_y(tick, top):.2f}"/>'
     for tick in ticks(right, most=5):
         x = 100 * tick / right
-        side = "start" if tick == 0 else "end" if x > 96 else "middle"
+        side = "start" if tick == 0 else "end" if x > 92 else "middle"
         yield f'<line class="grid" x1="{x:.3f}%" x2="{x:.3f}%" y1="{floor}" y2="{floor + 4}"/>'
         yield f'<text class="tick {side}" x="{x:.3f}%" y="{floor + 17}">{tick:,.6g}</text>'
     yield f'<text class="tick" x="50%" y="{floor + 34}">{escape(under)}</text>'

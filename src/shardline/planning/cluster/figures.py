@@ -16,7 +16,7 @@ import math
 from collections.abc import Sequence
 from html import escape
 
-__all__ = ["GIB", "gib", "label", "scroll_table", "seconds", "share", "svg", "three", "tick_seconds", "ticks"]
+__all__ = ["GIB", "gib", "label", "scroll_table", "seconds", "share", "svg", "three", "ticks", "time_ticks"]
 
 GIB = 1 << 30
 # Pixels that a letter takes at most in the fonts that browsers choose, and what stays free beside a word.
@@ -44,10 +44,10 @@ def three(value: float) -> str:
     return f"{value:,.{max(0, digits)}f}"
 
 
-def tick_seconds(value: float, top: float) -> str:
-    """A round number of seconds on an axis that ends at `top`, in one unit for the whole axis."""
+def time_ticks(top: float, *, most: int = 6) -> list[tuple[float, str]]:
+    """Returns (seconds, text) on an axis that ends at `top`, round numbers of one unit for the whole axis."""
     size, unit = _unit(top)
-    return f"{value / size:.6g} {unit}"
+    return [(number * size, f"{number:.6g} {unit}") for number in ticks(top / size, most=most)]
 
 
 def share(value: float) -> str:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardline.parallel.schedules import DURATIONS, Kind, ScheduleName, make_schedule
-from shardline.planning.cluster.figures import label, seconds, share, svg, tick_seconds, ticks
+from shardline.planning.cluster.figures import label, seconds, share, svg, time_ticks
 from shardline.planning.moments import pass_ends
 
 if TYPE_CHECKING:
@@ -152,11 +152,11 @@ def _lane(timeline: Timeline, rank: int) -> str:
 
 
 def _axis(timeline: Timeline, scale: float, height: int) -> Iterator[str]:
-    for tick in ticks(timeline.length_s):
+    for tick, text in time_ticks(timeline.length_s):
         x = tick * scale
         side = "start" if tick == 0 else "end" if x > 96 else "middle"
         yield f'<line class="grid" x1="{x:.3f}%" x2="{x:.3f}%" y1="0" y2="{height - _AXIS + 4}"/>'
-        yield f'<text class="tick {side}" x="{x:.3f}%" y="{height - 7}">{tick_seconds(tick, timeline.length_s)}</text>'
+        yield f'<text class="tick {side}" x="{x:.3f}%" y="{height - 7}">{text}</text>'
 
 
 def _pass(each: Pass, timeline: Timeline, scale: float, y: int, lane: int) -> str:
